@@ -1,0 +1,232 @@
+"""Batches from whatever `fit` takes, through Keras's own adapters, never in foreign memory.
+
+JAX on a CPU aliases the memory of a NumPy array that it is handed, and runs asynchronously: a
+source that refills its buffer would change the batch under a running step. So what a source
+yields is copied, and slices of the user's arrays are too.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras import tree
+from keras.src.backend.jax.trainer import JAXEpochIterator
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+    can_convert_arrays,
+)
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.utils.rng_utils import get_random_seed
+
+from fitstep._errors import DataError
+
+_NOT_NUMBERS = frozenset("OSUMm")
+
+
+def global_seed() -> int | None:
+    """The seed given to `keras.utils.set_random_seed`, if any."""
+    return get_random_seed()
+
+
+def split(arrays: Any, validation_split: float) -> tuple[Any, Any]:
+    """The last rows for validation, as Keras's `validation_split` takes them."""
+    return train_validation_split(arrays, validation_split=validation_split)
+
+
+def class_weights_as_sample_weights(y: Any, class_weight: Any) -> Any:
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def _copied(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def copied(batch: Any) -> Any:
+    """The batch with its NumPy arrays in memory of their own."""
+    return tree.map_structure(_copied, batch)
+
+
+class Arrays(ArrayDataAdapter):
+    """Keras's adapter for arrays, shuffled by a generator of its own.
+
+    Keras shuffles with NumPy's global generator, which belongs to the user.
+    """
+
+    def __init__(self, *args: Any, rng: np.random.Generator | None, **kwargs: Any):
+        super().__init__(*args, shuffle=False if rng is None else "batch", **kwargs)
+        self._rng = rng
+
+    def shuffled_by(self, mode: Any) -> "Arrays":
+        """Choose between rows within batches (`"batch"`) and rows over all (`True`)."""
+        self._shuffle = mode
+        return self
+
+    def _get_iterator(self, slice_and_convert_fn: Callable, inputs: Any) -> Iterator[Any]:
+        order = None
+        if self._shuffle and self._shuffle != "batch":
+            order = self._rng.permutation(self._num_samples)
+        for start in range(0, self._num_samples, self._batch_size):
+            stop = min(start + self._batch_size, self._num_samples)
+            if order is not None:
+                rows: Any = order[start:stop]
+            elif self._shuffle:
+                rows = self._rng.permutation(stop - start) + start
+            else:
+                rows = slice(start, stop)
+            batch = tree.map_structure(
+                lambda x, rows=rows: slice_and_convert_fn(x, indices=rows),
+                inputs,
+                none_is_leaf=False,
+            )
+            # Rows picked by index are new memory already; a slice is the user's.
+            yield copied(batch) if isinstance(rows, slice) else batch
+
+
+class CopiedBatches(DataAdapter):
+    """Another adapter, whose batches are copied as they are drawn."""
+
+    def __init__(self, adapter: DataAdapter):
+        self._adapter = adapter
+
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        for batch in self._adapter.get_jax_iterator():
+            yield copied(batch)
+
+    def on_epoch_begin(self) -> None:
+        self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._adapter.on_epoch_end()
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._adapter.num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._adapter.batch_size
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return self._adapter.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return self._adapter.partial_batch_size
+
+
+class Batches(JAXEpochIterator):
+    """Keras's iterator over one epoch after another, one batch a step."""
+
+    def _get_iterator(self) -> Iterator[Any]:
+        if keras.distribution.distribution() is None and jax.default_backend() == "cpu":
+            return self.data_adapter.get_jax_iterator()
+        return super()._get_iterator()
+
+    def first_batch(self) -> Any:
+        """The first batch, for building the model; the next epoch starts from it again."""
+        for batch in self._get_iterator():
+            check_numbers(batch)
+            self.reset()
+            return batch
+        raise DataError("The data has no batch: `x` is empty. Give at least one row.")
+
+
+def batches(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    shuffle: Any = False,
+    class_weight: Any = None,
+    rng: Callable[[], np.random.Generator] | None = None,
+) -> Batches:
+    """An iterator over the batches of any source that `keras.Model.fit` takes.
+
+    Args:
+        rng: makes the generator that shuffles arrays; asked for only where `shuffle` is true.
+
+    Raises:
+        DataError: for arrays without rows.
+    """
+    adapter = x
+    if isinstance(x, DataAdapter):
+        pass
+    elif can_convert_arrays((x, y, sample_weight)):
+        rows = [len(a) if hasattr(a, "__len__") else a.shape[0] for a in _leaves((x, y))]
+        if not rows or 0 in rows:
+            raise DataError(f"`x` and `y` must have at least one row. Received rows: {rows}.")
+        adapter = Arrays(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+            class_weight=class_weight,
+            rng=rng() if shuffle and rng else None,
+        ).shuffled_by(shuffle)
+    else:
+        if isinstance(x, types.GeneratorType):
+            # Before Keras looks ahead: two batches in one buffer would be the same batch.
+            x = (copied(batch) for batch in x)
+        adapter = data_adapters.get_data_adapter(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        if not isinstance(x, types.GeneratorType):
+            adapter = CopiedBatches(adapter)
+    return Batches(adapter, steps_per_epoch=steps, shuffle=False)
+
+
+def on_devices(batch: Any) -> Any:
+    """One batch of the user's, in memory of its own, distributed as Keras distributes it."""
+    batch = tree.map_structure(_as_array, batch)
+    if keras.distribution.distribution() is None:
+        return batch
+    from keras.src.backend.jax.trainer import _distribute_data
+
+    return _distribute_data(batch)
+
+
+def _as_array(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, jax.Array) or data_adapter_utils.is_jax_sparse(leaf):
+        return leaf
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        return data_adapter_utils.scipy_sparse_to_jax_sparse(leaf)
+    return np.array(leaf)
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return [leaf for leaf in tree.flatten(structure) if leaf is not None]
+
+
+def check_numbers(batch: Any) -> None:
+    """Refuse what JAX cannot compute with.
+
+    Raises:
+        DataError: which array, and what stands in it.
+    """
+    for label, part in zip("xyw", keras.utils.unpack_x_y_sample_weight(batch), strict=True):
+        for path, leaf in tree.flatten_with_path(part):
+            kind = getattr(getattr(leaf, "dtype", None), "kind", "f")
+            if kind in _NOT_NUMBERS:
+                where = "".join(f"[{step!r}]" for step in path)
+                name = {"w": "sample_weight"}.get(label, label)
+                raise DataError(
+                    f"`{name}{where}` must hold numbers. Received: dtype {leaf.dtype}, e.g. "
+                    f"{np.ravel(leaf)[:1]!r}. Encode text and dates as numbers first, e.g. with "
+                    f"`pandas.get_dummies` or a lookup table."
+                )

@@ -1,0 +1,255 @@
+"""What a training run needs of Keras's trainer beyond its public methods."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras.src.backend.config import max_epochs
+
+from fitstep._errors import OptimizerError
+
+
+def _stock_trainer() -> type:
+    """Keras's trainer for JAX: `JAXTrainer` in 3.15, `Trainer` after it."""
+    module = "keras.src.backend.jax.trainer"
+    return next(cls for cls in keras.Model.__mro__ if cls.__module__ == module)
+
+
+StockTrainer: type = _stock_trainer()
+
+
+class Parts(NamedTuple):
+    """The variables of a model in Keras's order; one may stand in several places."""
+
+    trainable: list[Any]
+    non_trainable: list[Any]
+    optimizer: list[Any]
+    metrics: list[Any]
+
+
+def parts(model: Any) -> Parts:
+    """The variables that a step of this model is about."""
+    optimizer = getattr(model, "optimizer", None)
+    return Parts(
+        list(model.trainable_variables),
+        list(model.non_trainable_variables),
+        list(optimizer.variables) if optimizer is not None else [],
+        list(model.metrics_variables),
+    )
+
+
+def is_stock(model: Any, method: str) -> bool:
+    """Whether a method of a model is Keras's own."""
+    return method not in vars(model) and getattr(type(model), method) in _stock_methods(method)
+
+
+def _stock_methods(method: str) -> list[Any]:
+    classes = StockTrainer.__mro__
+    return [vars(cls)[method] for cls in classes if method in vars(cls)]
+
+
+def layers(model: Any) -> list[Any]:
+    """The model and all layers in it."""
+    return list(model._flatten_layers())
+
+
+def compiled_objects(model: Any) -> list[Any]:
+    """The optimizer, losses and metrics that `compile` was given or made."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    found = [optimizer, inner, model._compile_loss, model._compile_metrics, model.loss]
+    return [thing for thing in found if hasattr(thing, "__dict__")]
+
+
+def build(model: Any, first_batch: Any) -> None:
+    """Build what is not built yet: layers, metrics, losses and the optimizer.
+
+    Args:
+        first_batch: a function that returns the first batch; only called where it is needed.
+    """
+    unbuilt = (
+        not all(layer.built for layer in layers(model))
+        or (model._compile_metrics is not None and not model._compile_metrics.built)
+        or (model._compile_loss is not None and not model._compile_loss.built)
+    )
+    if unbuilt:
+        if not _has_call(model) and all(layer.built for layer in model.layers):
+            # A model of sub-models with a step of its own needs no `call`.
+            model.built = True
+            if model._compile_metrics is None and model._compile_loss is None:
+                unbuilt = False
+    if unbuilt:
+        model._symbolic_build(data_batch=first_batch())
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+        model._post_build()
+
+
+def build_for_prediction(model: Any, first_batch: Any) -> None:
+    """Build the layers of a model that is only to predict."""
+    if all(layer.built for layer in layers(model)):
+        return
+    if not _has_call(model) and all(layer.built for layer in model.layers):
+        model.built = True
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch())
+    with keras.StatelessScope():
+        model(x)
+
+
+def _has_call(model: Any) -> bool:
+    return type(model).call is not keras.Model.call
+
+
+def check_compiled(model: Any, method: str) -> None:
+    """Raise Keras's own error for a model that is not compiled."""
+    model._assert_compile_called(method)
+
+
+def is_compiled_by_xla(model: Any) -> bool:
+    return bool(model.jit_compile) and not model.run_eagerly
+
+
+def limited_epochs(epochs: int) -> int:
+    """`epochs`, or the lower limit that Keras takes from its environment for debugging."""
+    limit = max_epochs()
+    if limit and limit < epochs:
+        warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+        return limit
+    return epochs
+
+
+def first_epoch(model: Any, initial_epoch: int) -> int:
+    """The epoch to start with, which a callback may have set at the beginning of training."""
+    return model._initial_epoch or initial_epoch
+
+
+def is_validation_epoch(model: Any, epoch: int, frequency: Any) -> bool:
+    return model._should_eval(epoch, frequency)
+
+
+def results_or_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+    """The results of the metrics if the logs have just their names, else the logs."""
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def as_list(model: Any, logs: dict[str, Any]) -> Any:
+    """Logs in the order of the metrics, a single one bare."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def forget_losses(model: Any) -> None:
+    """Drop losses that a failed trace left behind; Keras clears them only when all goes well."""
+    for layer in layers(model):
+        if vars(layer).get("_losses_override"):
+            layer._losses_override.clear()
+        layer._clear_losses()
+
+
+def finalize(model: Any) -> None:
+    """Let the optimizer set the final values, such as averages."""
+    if isinstance(model.optimizer, keras.optimizers.Optimizer):
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+
+
+def mark_nested(model: Any) -> Any:
+    """Leave a mark that a nested `evaluate` or `fit` of Keras's own removes."""
+    mark: dict[str, Any] = {}
+    # Falsy, so that Keras's own synchronisation has nothing to do.
+    model._jax_state = mark
+    return mark
+
+
+def ran_nested(model: Any, mark: Any) -> bool:
+    """Whether a loop of Keras's own ran since `mark_nested`."""
+    return getattr(model, "_jax_state", None) is not mark
+
+
+def unmark_nested(model: Any) -> None:
+    model._jax_state = None
+
+
+@contextlib.contextmanager
+def cached_validation(model: Any, iterator: Any) -> Iterator[None]:
+    """Offer an iterator to a nested `evaluate` as Keras's own `fit` does."""
+    model._eval_epoch_iterator = iterator
+    try:
+        yield
+    finally:
+        del model._eval_epoch_iterator
+
+
+def validation_batches(model: Any) -> Any:
+    """The iterator that a surrounding `fit` offers."""
+    return getattr(model, "_eval_epoch_iterator", None)
+
+
+@contextlib.contextmanager
+def watched_updates(model: Any, trainable: Sequence[Any], names: Sequence[str]) -> Iterator[dict]:
+    """For one step: let the optimizer take today's trainable variables, and learn who is who.
+
+    Keras's optimizers insist on the variables they were built with. Where some of them are
+    frozen now, they get no gradient and keep their values and moments.
+
+    Yields:
+        id of an updated array -> name of the variable it was computed for.
+    """
+    made: dict[int, str] = {}
+    kept_alive: list[Any] = []
+    optimizer = getattr(model, "optimizer", None)
+    patched: list[tuple[dict[str, Any], str]] = []
+    named = {id(v): name for v, name in zip(trainable, names, strict=True)}
+
+    def remember(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+        for variable, array in zip(variables, arrays, strict=True):
+            if id(variable) in named:
+                made[id(array)] = named[id(variable)]
+                kept_alive.append(array)
+
+    if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
+        stateless_apply = optimizer.stateless_apply
+
+        def apply_to_todays(
+            optimizer_variables: Any, grads: Any, trainable_variables: Any
+        ) -> tuple[Any, Any]:
+            own = list(optimizer._trainable_variables)
+            if len(trainable_variables) != len(trainable) or list(map(id, own)) == list(
+                map(id, trainable)
+            ):
+                updated, state = stateless_apply(optimizer_variables, grads, trainable_variables)
+                if len(updated) == len(trainable):
+                    remember(trainable, updated)
+                return updated, state
+            today = {id(v): i for i, v in enumerate(trainable)}
+            unknown = [named[id(v)] for v in trainable if id(v) not in set(map(id, own))]
+            if unknown:
+                raise OptimizerError(
+                    f"The optimizer has no slots for {', '.join(map(repr, unknown))}, which "
+                    f"became trainable after it was built. Call `compile` again."
+                )
+            places = [today.get(id(v)) for v in own]
+            full_grads = [None if i is None else grads[i] for i in places]
+            full = [
+                v._value if i is None else trainable_variables[i]
+                for v, i in zip(own, places, strict=True)
+            ]
+            with warnings.catch_warnings():
+                # Keras warns of missing gradients; here they are meant to be missing.
+                warnings.filterwarnings("ignore", message="Gradients do not exist")
+                updated, state = stateless_apply(optimizer_variables, full_grads, full)
+            by_id = {id(v): array for v, array in zip(own, updated, strict=True)}
+            result = [by_id[id(v)] for v in trainable]
+            remember(trainable, result)
+            return result, state
+
+        vars(optimizer)["stateless_apply"] = apply_to_todays
+        patched.append((vars(optimizer), "stateless_apply"))
+    try:
+        yield made
+    finally:
+        for namespace, name in patched:
+            namespace.pop(name, None)
+
+

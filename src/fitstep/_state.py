@@ -1,0 +1,357 @@
+"""The state of a model as one frozen pytree, and the check of a state that a step returned."""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fitstep._errors import StateError
+
+PARTS = ("trainable", "non_trainable", "optimizer", "metrics")
+ITERATED = {
+    "train": PARTS,
+    "test": ("trainable", "non_trainable", "metrics"),
+    "predict": ("trainable", "non_trainable"),
+}
+
+
+class Layout(NamedTuple):
+    """The names of each part in Keras's order, and the parts that iteration yields.
+
+    A name occurs twice in a part where Keras lists the same variable twice.
+    """
+
+    trainable: tuple[str, ...] = ()
+    non_trainable: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    iterated: tuple[str, ...] = PARTS
+
+    def names(self, part: str) -> tuple[str, ...]:
+        return getattr(self, part)
+
+
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+def _empty() -> Mapping[str, Any]:
+    return _NOTHING
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class State:
+    """Everything a step reads and writes, by name.
+
+    A state unpacks as Keras's own stateless steps expect it: into lists of arrays in Keras's
+    order, four in training (`trainable, non_trainable, optimizer, metrics = state`), three in
+    testing (no optimizer), two in prediction (no metrics either).
+
+    Args:
+        step: int32 scalar, the number of batches that the model was trained on.
+        seed: uint32 scalar, from `keras.utils.set_random_seed`, or drawn once for the model.
+        trainable: name -> array, the trainable variables.
+        non_trainable: name -> array, all other variables of the model, seed generators included.
+        optimizer: name -> array, the optimizer's variables.
+        metrics: name -> array, the variables of the metrics.
+        slots: name -> pytree, what training algorithms carry from step to step.
+        layout: the order of the names; not an array, so a change of it is another program.
+
+    Example:
+        >>> state = State(np.int32(0), np.uint32(1), {"kernel": np.ones(2)},
+        ...               layout=Layout(trainable=("kernel",)))
+        >>> trainable, non_trainable, optimizer, metrics = state
+        >>> trainable
+        [array([1., 1.])]
+    """
+
+    step: Any
+    seed: Any
+    trainable: Mapping[str, Any] = field(default_factory=_empty)
+    non_trainable: Mapping[str, Any] = field(default_factory=_empty)
+    optimizer: Mapping[str, Any] = field(default_factory=_empty)
+    metrics: Mapping[str, Any] = field(default_factory=_empty)
+    slots: Mapping[str, Any] = field(default_factory=_empty)
+    layout: Layout = Layout()
+
+    def part(self, part: str) -> list[Any]:
+        """The arrays of a part as a list in Keras's order."""
+        arrays = getattr(self, part)
+        return [arrays[name] for name in self.layout.names(part)]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter([self.part(part) for part in self.layout.iterated])
+
+    def __len__(self) -> int:
+        return len(self.layout.iterated)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
+
+    def replace(self, **changes: Any) -> "State":
+        """A state with some fields exchanged.
+
+        A part is given as a mapping (the names in it are replaced, the others stay) or as a list
+        of arrays in Keras's order.
+
+        Raises:
+            StateError: for a name the part does not have, or a list of another length.
+        """
+        for part in PARTS:
+            if part in changes:
+                changes[part] = self._updated(part, changes[part])
+        return replace(self, **changes)
+
+    def _updated(self, part: str, values: Any) -> Mapping[str, Any]:
+        names = self.layout.names(part)
+        if not isinstance(values, Mapping):
+            values = list(values)
+            if len(values) != len(names):
+                raise StateError(
+                    f"`state.replace({part}=...)` expects {len(names)} arrays. "
+                    f"Received: {len(values)}."
+                )
+            values = dict(zip(names, values, strict=True))
+        if unknown := [name for name in values if name not in getattr(self, part)]:
+            raise StateError(
+                f"`state.replace({part}=...)`: the model has no {part} variable "
+                f"{', '.join(map(repr, unknown))}. It has: {', '.join(names) or 'none'}."
+            )
+        return MappingProxyType({**getattr(self, part), **values})
+
+    def key(self, name: str) -> jax.Array:
+        """A PRNG key made from the seed, `name` and the step: another one at each step.
+
+        There is nothing to thread through the step, and a resumed run draws the same keys.
+
+        Args:
+            name: what the key is for; two names give independent keys.
+
+        Returns:
+            A typed key of `jax.random`.
+        """
+        stream = jax.random.fold_in(jax.random.key(self.seed), np.uint32(zlib.crc32(name.encode())))
+        return jax.random.fold_in(stream, self.step)
+
+    def tree_flatten(self):
+        slots, structure = jax.tree_util.tree_flatten(dict(self.slots))
+        # Each array once, in Keras's order: JAX would sort the keys of a dict.
+        names = tuple(tuple(dict.fromkeys(self.layout.names(part))) for part in PARTS)
+        parts = tuple(
+            tuple(getattr(self, part)[name] for name in chosen)
+            for part, chosen in zip(PARTS, names, strict=True)
+        )
+        return (self.step, self.seed, *parts, tuple(slots)), (self.layout, names, structure)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        layout, names, structure = static
+        step, seed, *parts, slots = children
+        mappings = {
+            part: MappingProxyType(dict(zip(chosen, arrays, strict=True)))
+            for part, chosen, arrays in zip(PARTS, names, parts, strict=True)
+        }
+        slots = MappingProxyType(jax.tree_util.tree_unflatten(structure, slots))
+        return cls(step, seed, **mappings, slots=slots, layout=layout)
+
+
+def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = _NOTHING) -> State:
+    """The state after a step, from whatever the step returned for it.
+
+    Args:
+        before: the state that the step was given.
+        returned: a `State`, or a tuple or list of the parts that `before` yields, each a list or
+            tuple of arrays in Keras's order.
+        method: the name of the step, for the error.
+        made: id of an array -> name of the variable that it was computed for, where that is
+            known; so two variables of one shape that were exchanged are found.
+
+    Raises:
+        StateError: which part or variable is wrong, what was expected and what came back.
+    """
+    if isinstance(returned, State):
+        received = {part: getattr(returned, part) for part in PARTS}
+        for part, arrays in received.items():
+            _check_names(getattr(before, part), arrays, part, method)
+        slots = returned.slots
+    else:
+        received = _by_name(before, returned, method)
+        _check_exchanged(before, received, method, made)
+        slots = before.slots
+    merged = {
+        part: MappingProxyType(
+            {
+                name: _checked(arrays[name], expected, part, name, method)
+                for name, expected in getattr(before, part).items()
+            }
+        )
+        if (arrays := received.get(part)) is not None
+        else getattr(before, part)
+        for part in PARTS
+    }
+    return replace(before, **merged, slots=slots)
+
+
+def _by_name(before: State, returned: Any, method: str) -> dict[str, Mapping[str, Any]]:
+    wanted = before.layout.iterated
+    if not isinstance(returned, tuple | list) or len(returned) != len(wanted):
+        got = f"{len(returned)} parts" if isinstance(returned, tuple | list) else _kind(returned)
+        raise StateError(
+            f"`{method}` must return its state in {len(wanted)} parts "
+            f"({', '.join(wanted)}), each a list of arrays. Received: {got}."
+        )
+    for part, arrays in zip(wanted, returned, strict=True):
+        if not isinstance(arrays, tuple | list):
+            raise StateError(
+                f"`{method}`: the part `{part}` of the returned state must be a list or tuple of "
+                f"arrays. Received: {_kind(arrays)}."
+            )
+    _check_order(before, returned, method)
+    for part, arrays in zip(wanted, returned, strict=True):
+        names = before.layout.names(part)
+        if len(arrays) != len(names):
+            raise StateError(
+                f"`{method}`: the part `{part}` of the returned state has the wrong length. "
+                f"Expected {len(names)} arrays ({_shortened(names)}). Received: {len(arrays)}."
+            )
+    # Where Keras lists a variable twice, the occurrence that was changed counts.
+    received: dict[str, dict[str, Any]] = {}
+    for part, arrays in zip(wanted, returned, strict=True):
+        old, new = getattr(before, part), received.setdefault(part, {})
+        for name, array in zip(before.layout.names(part), arrays, strict=True):
+            if name not in new or array is not old[name]:
+                new[name] = array
+    return dict(received)
+
+
+def _check_exchanged(
+    before: State, received: Mapping[str, Mapping], method: str, made: Mapping[int, str]
+) -> None:
+    """Find variables that stand in each other's places, which shapes alone cannot tell."""
+    for part, arrays in received.items():
+        owners = {id(array): name for name, array in getattr(before, part).items()} | dict(made)
+        owner = {name: owners.get(id(array)) for name, array in arrays.items()}
+        for name, other in owner.items():
+            # A copy (a target network) leaves the other in its place; an exchange does not.
+            if other not in (None, name) and owner.get(other) not in (None, other):
+                raise StateError(
+                    f"`{method}`: the {part} variables `{name}` and `{other}` were exchanged in "
+                    f"the returned state. Expected: the order that the state came in."
+                )
+
+
+def _check_order(before: State, returned: Sequence[Any], method: str) -> None:
+    """Recognise parts in the wrong order, which is clearer than the first wrong leaf."""
+    wanted = before.layout.iterated
+    expected = [_signature(before.part(part)) for part in wanted]
+    received = [_signature(arrays) for arrays in returned]
+    if received == expected or sorted(map(str, received)) != sorted(map(str, expected)):
+        return
+    order = [wanted[expected.index(signature)] for signature in received]
+    raise StateError(
+        f"`{method}` returned the parts of its state in the wrong order. "
+        f"Expected: {', '.join(wanted)}. Received: {', '.join(order)}."
+    )
+
+
+def _signature(arrays: Sequence[Any]) -> list[tuple[Any, str]]:
+    return [(getattr(a, "shape", None), str(getattr(a, "dtype", type(a)))) for a in arrays]
+
+
+def _check_names(expected: Mapping, received: Mapping, part: str, method: str) -> None:
+    missing = [name for name in expected if name not in received]
+    extra = [name for name in received if name not in expected]
+    if missing or extra:
+        raise StateError(
+            f"`{method}`: the part `{part}` of the returned state has other names. "
+            f"Missing: {', '.join(missing) or 'none'}. Unknown: {', '.join(extra) or 'none'}."
+        )
+
+
+def _checked(value: Any, expected: Any, part: str, name: str, method: str) -> Any:
+    """`value` as an array like `expected`, whose dtype is strong, or an error that names it."""
+    if hasattr(value, "_keras_history") or (
+        not hasattr(value, "dtype") and not isinstance(value, int | float | bool | complex)
+    ):
+        raise StateError(
+            f"`{method}`: {part} variable `{name}` came back as {_kind(value)}. "
+            f"Expected an array {_described(expected)}."
+        )
+    if not isinstance(value, jax.Array):
+        value = jax.numpy.asarray(getattr(value, "value", value))
+    weak = getattr(value, "weak_type", False)
+    same_kind = jax.numpy.issubdtype(value.dtype, np.inexact) == jax.numpy.issubdtype(
+        expected.dtype, np.inexact
+    )
+    # A weak dtype is how JAX types a Python number: harmless, but it would be another program.
+    if value.shape == expected.shape and weak and same_kind:
+        return jax.lax.convert_element_type(value, expected.dtype)
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        raise StateError(
+            f"`{method}`: {part} variable `{name}` came back with another shape or dtype. "
+            f"Expected {_described(expected)}. Received: {_described(value)}."
+        )
+    return value
+
+
+def check_logs(logs: Any, method: str) -> dict[str, Any]:
+    """The logs of a step as a flat dict of scalars.
+
+    Nested dicts are flattened, as Keras does with metrics of several values.
+
+    Raises:
+        StateError: if the logs are not a dict of scalars; names the entry.
+    """
+    if not isinstance(logs, Mapping):
+        raise StateError(
+            f"`{method}` must return `(logs, state)` with `logs` a dict of scalars such as "
+            f"{{'loss': loss}}. Received for `logs`: {_kind(logs)}."
+        )
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            flat.update(check_logs(value, method))
+            continue
+        value = getattr(value, "value", value) if hasattr(value, "assign") else value
+        shape = getattr(value, "shape", () if isinstance(value, int | float | bool) else None)
+        if not isinstance(name, str) or shape != ():
+            raise StateError(
+                f"`{method}`: the log {name!r} must be a scalar under a string. "
+                f"Received: {_kind(value)}. Reduce it, e.g. with `keras.ops.mean`."
+            )
+        flat[name] = value
+    return flat
+
+
+def check_result(returned: Any, method: str) -> tuple[Any, Any]:
+    """The two things a step returns.
+
+    Raises:
+        StateError: if it is not a pair.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        first = "outputs" if method == "predict_step" else "logs"
+        raise StateError(
+            f"`{method}` must return `({first}, state)`. Received: {_kind(returned)}."
+        )
+    return returned[0], returned[1]
+
+
+def _described(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _kind(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {_described(value)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r:.80} of type {type(value).__name__}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f", ... {names[-1]}" if len(names) > 4 else "")

@@ -1,0 +1,166 @@
+"""The model's own step as a pure function of arrays.
+
+A step in Keras's stock contract, the model's or its class's own, is run in a scope in which the
+model's variables stand for the arrays it is given. What it returns is checked and put together
+with what Keras code updated by itself.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from fitstep._errors import StateError
+from fitstep._keras import _trainer, _values
+from fitstep._state import PARTS, Layout, State, check_logs, check_result, merge
+
+METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+
+
+class Wires(NamedTuple):
+    """How arrays, one for each variable, make up a state."""
+
+    variables: Sequence[Any]
+    names: Sequence[str]
+    places: dict[str, tuple[int, ...]]
+    layout: Layout
+
+    def state(self, arrays: Sequence[Any], step: Any, seed: Any, slots: Any) -> State:
+        parts = {
+            part: dict(
+                zip(self.layout.names(part), (arrays[i] for i in self.places[part]), strict=True)
+            )
+            for part in PARTS
+        }
+        return State(step, seed, **parts, slots=slots, layout=self.layout)
+
+
+def run(
+    model: Any, mode: str, wires: Wires, state: State, arrays: Sequence[Any], batch: Any
+) -> tuple[Any, list[Any]]:
+    """One step.
+
+    Args:
+        arrays: one for each variable; `state` is made of them.
+
+    Returns:
+        The logs as a flat dict (in prediction the outputs), and the new array of each variable.
+
+    Raises:
+        StateError: for a result that does not fit, named by part and variable.
+    """
+    method = METHODS[mode]
+    with contextlib.ExitStack() as stack:
+        before = _attributes(model)
+        scope = stack.enter_context(_values.bound(wires.variables, arrays, wires.names))
+        given = [scope.get_current_value(variable) for variable in wires.variables]
+        trainable = [wires.variables[i] for i in wires.places["trainable"]]
+        made = stack.enter_context(
+            _trainer.watched_updates(model, trainable, wires.layout.trainable)
+        )
+        try:
+            returned = getattr(model, method)(state, batch)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                f"fitstep: a value computed in an earlier trace was used in `{method}`. Something "
+                f"outside the model keeps it, e.g. a list or a global variable."
+            )
+            raise
+        result, new_state = check_result(returned, method)
+        result = check_logs(result, method) if mode != "predict" else result
+        if mode == "predict":
+            new_state = _predicted_state(state, new_state)
+        after = merge(state, new_state, method, made)
+        updates = [scope.get_current_value(variable) for variable in wires.variables]
+    merged = _with_updates(wires, arrays, given, updates, after, method)
+    _refuse_leaks(model, before, method)
+    return result, merged
+
+
+def _predicted_state(state: State, returned: Any) -> Any:
+    """`predict_step` may return only the non-trainable part."""
+    if isinstance(returned, State):
+        return returned
+    pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if pair and all(isinstance(part, tuple | list) for part in returned):
+        return returned
+    return (state.part("trainable"), returned)
+
+
+def _with_updates(
+    wires: Wires,
+    arrays: Sequence[Any],
+    given: Sequence[Any],
+    updates: Sequence[Any],
+    after: State,
+    method: str,
+) -> list[Any]:
+    """What the step returned for each variable, or else what Keras code assigned to it."""
+    merged = list(arrays)
+    for part in PARTS:
+        returned = getattr(after, part)
+        for name, i in zip(wires.layout.names(part), wires.places[part], strict=True):
+            merged[i] = returned[name]
+    for i, (old, new) in enumerate(zip(given, updates, strict=True)):
+        if new is old:
+            continue
+        if merged[i] is not arrays[i]:
+            raise StateError(
+                f"`{method}` assigned `{wires.names[i]}` and returned another value for it. Do "
+                f"one of the two."
+            )
+        merged[i] = new
+    return merged
+
+
+def _attributes(model: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    """The attributes of the model's objects, to see afterwards what a trace left there."""
+    found = [("self", model, dict(vars(model)))]
+    for layer in _trainer.layers(model):
+        if layer is not model and not type(layer).__module__.startswith("keras."):
+            found.append((layer.name, layer, dict(vars(layer))))
+    return found
+
+
+# Where Keras itself puts traced losses during a step, and takes them away again.
+_KERAS_OWN = frozenset({"_losses", "_losses_override", "_loss_ids"})
+
+
+def _refuse_leaks(model: Any, before: list[tuple[str, Any, dict[str, Any]]], method: str) -> None:
+    """Find traced values that the step left on the model, and take them away.
+
+    Raises:
+        StateError: the name of the attribute.
+    """
+    leaks = []
+    for owner, thing, attributes in before:
+        for name, value in list(vars(thing).items()):
+            if name in _KERAS_OWN or not _holds_tracer(value):
+                continue
+            leaks.append(f"{owner}.{name}")
+            if name in attributes and attributes[name] is not value:
+                vars(thing)[name] = attributes[name]
+            elif isinstance(value, list):
+                value[:] = [item for item in value if not _holds_tracer(item)]
+            elif isinstance(value, dict):
+                for key in [key for key, item in value.items() if _holds_tracer(item)]:
+                    del value[key]
+            else:
+                del vars(thing)[name]
+    if leaks:
+        raise StateError(
+            f"`{method}` stored a traced value in `{'`, `'.join(leaks)}`. It has no value once "
+            f"the step is compiled. Return it in the logs, keep it in a variable of the model, or "
+            f"use a local name."
+        )
+
+
+def _holds_tracer(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        return True
+    if depth and isinstance(value, list | tuple | set):
+        return any(_holds_tracer(item, depth - 1) for item in list(value))
+    if depth and isinstance(value, dict):
+        return any(_holds_tracer(item, depth - 1) for item in list(value.values()))
+    return False

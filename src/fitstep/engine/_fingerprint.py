@@ -1,0 +1,80 @@
+"""What a traced step depends on besides its arrays: the Python objects it was traced from.
+
+A compiled step has the values of Python attributes baked in. Between runs the fingerprint of the
+model tells whether its programs are still those of the model.
+"""
+
+import types
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from fitstep._keras import _trainer
+
+_PLAIN = (int, float, bool, str, type(None))
+# What a loop sets itself; no step depends on it.
+_OF_THE_LOOP = frozenset(
+    {
+        "built",
+        "compiled",
+        "steps_per_execution",
+        "stop_evaluating",
+        "stop_predicting",
+        "stop_training",
+    }
+)
+
+
+class Same:
+    """Compares an object by identity, without keeping it alive."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, thing: Any):
+        self._reference = weakref.ref(thing)
+
+    def __eq__(self, other: object) -> bool:
+        thing = self._reference()
+        return isinstance(other, Same) and thing is not None and thing is other._reference()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
+    """What the programs of a model depend on, by object and attribute.
+
+    Costs about 2 us a layer; asked once a run.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for thing in [*_trainer.layers(model), *_trainer.compiled_objects(model)]:
+        found[id(thing), ""] = Same(thing)
+        for name, value in vars(thing).items():
+            if name.startswith("_") and name != "_trainable" or name in _OF_THE_LOOP:
+                continue
+            if (part := _part(value)) is not None:
+                found[id(thing), name] = part
+        for cls in type(thing).__mro__:
+            if cls is not object and not cls.__module__.startswith(("keras.", "fitstep.")):
+                for name, value in vars(cls).items():
+                    if isinstance(value, types.FunctionType):
+                        found[id(cls), name] = Same(value)
+    return found
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value):
+        return value
+    if isinstance(value, types.MethodType):
+        return Same(value.__func__)
+    if isinstance(value, types.FunctionType | np.ndarray | jax.Array):
+        return Same(value)
+    return None
+
+
+def differences(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+    """The objects and attributes that two fingerprints do not share."""
+    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}

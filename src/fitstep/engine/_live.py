@@ -1,0 +1,307 @@
+"""The model's variables and the arrays of a run: kept the same, and never lost.
+
+Before a step the arrays are read from the variables, and right after it the new ones are written
+back, so every handle reads true values between steps and every write takes effect.
+"""
+
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fitstep._errors import StateError
+from fitstep._keras import _data, _names, _trainer, _values
+from fitstep._state import ITERATED, PARTS, Layout, State
+
+
+class Cell:
+    """A holder of one array that is no Keras variable, such as the count of steps."""
+
+    _trainable = False
+
+    def __init__(self, array: Any):
+        self._value = array
+
+
+class Record:
+    """What outlives a run: the count of steps, the seed, the programs. Dies with the model."""
+
+    def __init__(self) -> None:
+        seed = _data.global_seed()
+        self.step = Cell(jnp.zeros((), "int32"))
+        self.seed = np.uint32(np.random.SeedSequence(seed).generate_state(1)[0])
+        self.slots: dict[str, Any] = {}
+        self.programs: dict[Any, Any] = {}
+        self.fingerprint: Any = None
+        self.changed_by_traces: set[Any] = set()
+        self.warned: set[str] = set()
+
+
+# By id, since a model may define equality; an entry goes when its model goes.
+_records: dict[int, tuple[Any, Record]] = {}
+
+
+def record_of(model: Any) -> Record:
+    """The record of a model; nothing is written to the model itself."""
+    entry = _records.get(id(model))
+    if entry is None or entry[0]() is not model:
+        key = id(model)
+        reference = weakref.ref(model, lambda ref: _forget(key, ref))
+        entry = _records[key] = (reference, Record())
+    return entry[1]
+
+
+def _forget(key: int, reference: Any) -> None:
+    if key in _records and _records[key][0] is reference:
+        del _records[key]
+
+
+class Wiring(NamedTuple):
+    """Where each part of the state stands among the variables, each of which is there once."""
+
+    variables: tuple[Any, ...]
+    places: dict[str, tuple[int, ...]]
+    flags: list[bool]
+    signature: tuple[Any, ...]
+
+
+def wiring(model: Any, mode: str, step: Cell) -> Wiring:
+    """The variables that a step of this mode is about, and the step count as the last one."""
+    listed = _trainer.parts(model)._asdict()
+    place: dict[int, int] = {}
+    variables: list[Any] = []
+    places = {}
+    for part in PARTS:
+        if part not in ITERATED[mode]:
+            places[part] = ()
+            continue
+        for variable in listed[part]:
+            if id(variable) not in place:
+                place[id(variable)] = len(variables)
+                variables.append(variable)
+        places[part] = tuple(place[id(variable)] for variable in listed[part])
+    variables.append(step)
+    flags = _values.trainable_flags(variables)
+    shapes = tuple((v.shape, v.dtype) for v in variables[:-1])
+    return Wiring(tuple(variables), places, flags, (tuple(places.values()), tuple(flags), shapes))
+
+
+class Snapshot(NamedTuple):
+    """Arrays that no program was given, and the updates made since they were kept."""
+
+    variables: tuple[Any, ...]
+    arrays: list[Any]
+
+
+@jax.jit
+def _device_copies(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Outputs of one program never share a buffer with its inputs.
+    return tuple(jnp.copy(array) for array in arrays)
+
+
+class Live:
+    """The variables of one run of one mode, and what the engine last wrote to them."""
+
+    def __init__(self, model: Any, mode: str):
+        self.model = model
+        self.mode = mode
+        self.record = record_of(model)
+        self.snapshot: Snapshot | None = None
+        self.updates = 0
+        self.relist()
+
+    def relist(self) -> None:
+        """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
+        self.wiring = wiring(self.model, self.mode, self.record.step)
+        self.last: list[Any] = [None] * len(self.wiring.variables)
+        self.owns_metrics = False
+        self._names: list[str] | None = None
+
+    def names(self) -> list[str]:
+        """The name of each variable; looked up only for traces and errors."""
+        if self._names is None:
+            self._names = _variable_names(self.model, self.wiring)
+        return self._names
+
+    def layout(self) -> Layout:
+        names = self.names()
+        return Layout(
+            *(tuple(names[i] for i in self.wiring.places[part]) for part in PARTS),
+            iterated=ITERATED[self.mode],
+        )
+
+    def read(self) -> list[Any]:
+        """The arrays that the variables hold now, fit to be handed to a program.
+
+        Costs one attribute read and one identity check a variable where nobody has assigned.
+        """
+        if _values.trainable_flags(self.wiring.variables) != self.wiring.flags:
+            kept = dict(zip(map(id, self.wiring.variables), self.last, strict=True))
+            owned = self.owns_metrics
+            self.relist()
+            self.last = [kept.get(id(v)) for v in self.wiring.variables]
+            self.owns_metrics = owned
+        arrays = _values.read(self.wiring.variables)
+        if any(map(operator.is_not, arrays, self.last)):
+            arrays = self._take_over(arrays)
+        return arrays
+
+    def _take_over(self, arrays: list[Any]) -> list[Any]:
+        """Accept what others assigned since the last step, made fit for a program."""
+        metrics = set(self.wiring.places["metrics"]) if self.owns_metrics else set()
+        seen: set[int] = set()
+        for i, (variable, array) in enumerate(zip(self.wiring.variables, arrays, strict=True)):
+            if i in metrics and self.last[i] is not None:
+                array = self.last[i]
+            if array is not self.last[i]:
+                array = self._fit_for_program(i, variable, array)
+            if id(array) in seen:
+                array = jnp.copy(array)
+            seen.add(id(array))
+            arrays[i] = array
+        _values.write(self.wiring.variables, arrays)
+        self.last = list(arrays)
+        return arrays
+
+    def _fit_for_program(self, i: int, variable: Any, array: Any) -> Any:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            if array.is_deleted():
+                raise StateError(
+                    f"The array of `{self.names()[i]}` was deleted by something outside fitstep, "
+                    f"such as a program that it was donated to. Assign a value to the variable."
+                )
+            if array.weak_type:
+                # A weak dtype would be another program.
+                return jax.lax.convert_element_type(array, array.dtype)
+            return array
+        if array is None or isinstance(array, jax.core.Tracer):
+            raise StateError(
+                f"`{self.names()[i]}` has no value: it was "
+                f"{'never initialised' if array is None else 'left behind by a traced function'}. "
+                f"Build the model first, or assign a value."
+            )
+        return jnp.array(array, variable.dtype)
+
+    def changed_metrics(self) -> bool:
+        """Whether somebody wrote to the metrics that belong to the engine now."""
+        if not self.owns_metrics:
+            return False
+        places = self.wiring.places["metrics"]
+        return any(self.wiring.variables[i]._value is not self.last[i] for i in places)
+
+    def write(self, arrays: Sequence[Any]) -> None:
+        """Write what a step returned back to the variables."""
+        _values.write(self.wiring.variables, arrays)
+        self.last = list(arrays)
+        self.owns_metrics = True
+        self.updates += 1
+
+    def write_back(self) -> None:
+        """Let the metrics read what the steps made of them, whatever was written meanwhile."""
+        if self.changed_metrics():
+            self.read()
+
+    def keep(self, arrays: list[Any]) -> None:
+        """Keep these arrays as the snapshot: they are whole, and no program will be given them."""
+        jax.block_until_ready(arrays)
+        self.snapshot = Snapshot(self.wiring.variables, arrays)
+        self.updates = 0
+
+    def settle(self) -> str | None:
+        """After a failure, make sure that every variable holds a whole array.
+
+        Returns:
+            What was taken back, in words, if the snapshot had to be used.
+        """
+        variables = self.wiring.variables
+        _values.unbound(variables)
+        arrays = _values.read(variables)
+        for i, array in enumerate(arrays):
+            if isinstance(array, jax.core.Tracer) and self.last[i] is not None:
+                arrays[i] = self.last[i]
+        _values.write(variables, arrays)
+        if all(map(_is_whole, arrays)):
+            return None
+        if self.snapshot is None:
+            return "the step failed while it ran and no snapshot was kept: assign new weights"
+        _values.write(self.snapshot.variables, self.snapshot.arrays)
+        self.last = [None] * len(variables)
+        return (
+            f"the step failed while it ran, after its inputs were given up; weights, optimizer "
+            f"and metrics are back at the last snapshot, {self.updates} update(s) were taken back"
+        )
+
+    def restore(self, state: State) -> None:
+        """Write a state into the variables, if all of it fits."""
+        own_arrays = self.read()
+        own, wrong = self.state(own_arrays), []
+        for part in PARTS:
+            mine, given = getattr(own, part), getattr(state, part)
+            wrong += [f"missing {part} `{name}`" for name in mine if name not in given]
+            wrong += [f"unknown {part} `{name}`" for name in given if name not in mine]
+            wrong += [
+                f"{part} `{name}`: expected {mine[name].dtype}{list(mine[name].shape)}, received "
+                f"{given[name].dtype}{list(given[name].shape)}"
+                for name in mine
+                if name in given
+                and (mine[name].shape, mine[name].dtype) != (given[name].shape, given[name].dtype)
+            ]
+        if wrong:
+            raise StateError("The state does not fit the model: " + "; ".join(wrong) + ".")
+        arrays: list[Any] = [None] * len(self.wiring.variables)
+        for part in PARTS:
+            values, layout = getattr(state, part), self.layout()
+            for name, i in zip(layout.names(part), self.wiring.places[part], strict=True):
+                arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
+        arrays[-1] = jnp.asarray(state.step, "int32")
+        fresh = copies(arrays)
+        _values.write(self.wiring.variables, fresh)
+        self.record.seed = np.uint32(state.seed)
+        self.record.slots = dict(state.slots)
+
+    def state(self, arrays: Sequence[Any]) -> State:
+        """The arrays as a state."""
+        return as_state(self.layout(), self.wiring, arrays, self.record)
+
+
+def as_state(layout: Layout, wires: Wiring, arrays: Sequence[Any], record: Record) -> State:
+    """Arrays in the order of the variables as a state with names."""
+    parts = {
+        part: dict(
+            zip(layout.names(part), (arrays[i] for i in wires.places[part]), strict=True)
+        )
+        for part in PARTS
+    }
+    return State(arrays[-1], record.seed, **parts, slots=dict(record.slots), layout=layout)
+
+
+def copies(arrays: Sequence[Any]) -> list[Any]:
+    """Copies on the device, by one program for all of them."""
+    return list(_device_copies(tuple(arrays)))
+
+
+def _is_whole(array: Any) -> bool:
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:  # a failed program shows in its outputs, whatever the reason was
+        return False
+    return True
+
+
+def _variable_names(model: Any, wires: Wiring) -> list[str]:
+    owners = _names.model_names(model)
+    names = dict(owners)
+    if optimizer := getattr(model, "optimizer", None):
+        names = _names.optimizer_names(optimizer, owners) | names
+    names = _names.metric_names(model) | names
+    unnamed = itertools.count()
+    return [
+        names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in wires.variables[:-1]
+    ] + ["step"]

@@ -1,0 +1,235 @@
+"""The loops of training, evaluation and prediction: flat, in the order that Keras's have."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from keras import tree
+
+from fitstep._errors import DataError
+from fitstep._keras import _trainer
+from fitstep.engine._live import Live
+from fitstep.engine._runner import Runner
+from fitstep.engine._signals import holding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a loop needs to know.
+
+    Attributes:
+        batches: yields `(step, step, iterator)`, as Keras's epoch iterators do.
+        callbacks: a `keras.callbacks.CallbackList`.
+        stride: the steps between two calls of the callbacks' batch hooks.
+    """
+
+    model: Any
+    batches: Any
+    callbacks: Any
+    stride: int = 1
+    donate: bool = True
+    snapshot: bool = True
+
+
+def train(
+    run: Run, *, epochs: int, initial_epoch: int, validate: Callable[[int], dict[str, Any] | None]
+) -> None:
+    """Train; `validate` returns the logs of a validation after an epoch, or None for none."""
+    model, callbacks = run.model, run.callbacks
+    with holding() as hold:
+        live = Live(model, "train")
+        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        model.stop_training = False
+        logs: dict[str, Any] = {}
+        try:
+            # 1. The callbacks begin; one of them may set the epoch to start from.
+            callbacks.on_train_begin()
+            for epoch in range(_trainer.first_epoch(model, initial_epoch), epochs):
+                # 2. Metrics start anew, and callbacks may still change anything.
+                model.reset_metrics()
+                callbacks.on_epoch_begin(epoch)
+                # 3. The steps. What the variables hold now is the snapshot.
+                runner.begin_epoch()
+                step_logs = _epoch(run, runner, _TRAIN)
+                if step_logs is None and epoch > initial_epoch:
+                    # The source is exhausted, of which Keras has warned.
+                    break
+                # 4. The logs of the epoch, read once its steps are done.
+                logs = _epoch_logs(runner, step_logs)
+                # 5. Validation, which takes over the metrics.
+                validation = validate(epoch) or {}
+                logs |= {f"val_{name}": value for name, value in validation.items()}
+                # 6. The callbacks see the epoch; one of them may stop the training.
+                callbacks.on_epoch_end(epoch, logs)
+                if model.stop_training:
+                    break
+            # 7. The optimizer puts final values (averages) in place, the callbacks end.
+            if epochs > 0:
+                _trainer.finalize(model)
+            callbacks.on_train_end(logs)
+        except BaseException as error:
+            _settle(runner, error)
+            raise
+        finally:
+            _trainer.unmark_nested(model)
+
+
+def test(run: Run) -> dict[str, Any]:
+    """Evaluate; returns the logs as Python numbers."""
+    model, callbacks = run.model, run.callbacks
+    with holding() as hold:
+        live = Live(model, "test")
+        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        model.stop_evaluating = False
+        try:
+            callbacks.on_test_begin()
+            model.reset_metrics()
+            runner.begin_epoch()
+            step_logs = _epoch(run, runner, _TEST)
+            logs = as_numbers(_epoch_logs(runner, step_logs))
+            callbacks.on_test_end(logs)
+        except BaseException as error:
+            _settle(runner, error)
+            raise
+        finally:
+            _trainer.unmark_nested(model)
+    return logs
+
+
+def predict(run: Run) -> Any:
+    """Predict; returns NumPy arrays with the rows of all batches."""
+    model, callbacks = run.model, run.callbacks
+    collected: list[Any] = []
+    with holding() as hold:
+        live = Live(model, "predict")
+        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        model.stop_predicting = False
+        try:
+            callbacks.on_predict_begin()
+            runner.begin_epoch()
+            _epoch(run, runner, _PREDICT, collected)
+            callbacks.on_predict_end()
+        except BaseException as error:
+            _settle(runner, error)
+            raise
+        finally:
+            _trainer.unmark_nested(model)
+    if not collected:
+        raise DataError("There is nothing to predict: the data has no batch.")
+    return _concatenated(collected)
+
+
+def on_batch(model: Any, mode: str, batch: Any) -> Any:
+    """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
+    with holding() as hold:
+        live = Live(model, mode)
+        runner = Runner(live, hold)
+        try:
+            result = runner.step(batch)
+            return tree.map_structure(np.array, result) if mode == "predict" else result
+        except BaseException as error:
+            _settle(runner, error)
+            raise
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """The names of the hooks and of the flag that ends an epoch early."""
+
+    begin: str
+    end: str
+    stop: str
+
+
+_TRAIN = _Hooks("on_train_batch_begin", "on_train_batch_end", "stop_training")
+_TEST = _Hooks("on_test_batch_begin", "on_test_batch_end", "stop_evaluating")
+_PREDICT = _Hooks("on_predict_batch_begin", "on_predict_batch_end", "stop_predicting")
+
+
+def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = None) -> Any:
+    """The steps of one epoch; returns the logs of the last one, or None where there was none."""
+    model, batches = run.model, run.batches
+    begin_hook, end_hook = getattr(run.callbacks, hooks.begin), getattr(run.callbacks, hooks.end)
+    logs: Any = None
+    # Running out of data is noted by Keras, which warns where more was promised.
+    with batches.catch_stop_iteration():
+        for begin, _, source in batches:
+            # 1. The callbacks learn which step begins.
+            mark = _trainer.mark_nested(model)
+            begin_hook(begin)
+            # 2. One batch is drawn, and one step made; more of them with a stride.
+            results = [runner.step(next(source))]
+            end = begin
+            while len(results) < run.stride and (following := next(batches, None)):
+                if (batch := next(following[2], None)) is None:
+                    break
+                end = following[0]
+                results.append(runner.step(batch))
+            # 3. The callbacks see the model after the last step, and its logs.
+            logs = results[-1]
+            if outputs is not None:
+                outputs += results
+                logs = {"outputs": _joined(results)}
+            end_hook(end, logs)
+            _warn_of_metric_writes(runner, mark)
+            # 4. A callback may have asked to stop.
+            if getattr(model, hooks.stop):
+                break
+    runner.live.write_back()
+    return logs
+
+
+def _joined(results: list[Any]) -> Any:
+    if len(results) == 1:
+        return results[0]
+    return tree.map_structure(lambda *parts: np.concatenate(parts), *results)
+
+
+def _concatenated(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    flat = [tree.flatten(output) for output in outputs]
+    joined = [np.concatenate([np.asarray(p) for p in parts]) for parts in zip(*flat, strict=True)]
+    return tree.pack_sequence_as(first, joined)
+
+
+def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
+    if step_logs is None:
+        raise DataError("The data has no batch. Give at least one row, or a source that yields.")
+    averages = runner.averages()
+    if averages:
+        return {**step_logs, **averages}
+    return _trainer.results_or_logs(runner.live.model, step_logs)
+
+
+def as_numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs as Python numbers, in the order that Keras gives them."""
+    return {name: float(np.asarray(value)) for name, value in sorted(logs.items())}
+
+
+def _warn_of_metric_writes(runner: Runner, mark: Any) -> None:
+    live = runner.live
+    if "metrics" in live.record.warned or not live.changed_metrics():
+        return
+    if _trainer.ran_nested(live.model, mark):
+        return
+    live.record.warned.add("metrics")
+    warnings.warn(
+        "A callback wrote to a metric of the model in the middle of an epoch. The training "
+        "metrics belong to the running epoch, so the write was not taken over. Use a metric of "
+        "the callback's own, or write in `on_epoch_begin`.",
+        stacklevel=2,
+    )
+
+
+def _settle(runner: Runner, error: BaseException) -> None:
+    """Leave the model whole after a failure, and say what was taken back."""
+    runner.hold.held = True
+    try:
+        taken_back = runner.live.settle()
+        _trainer.forget_losses(runner.live.model)
+        if taken_back:
+            error.add_note(f"fitstep: {taken_back}.")
+    finally:
+        runner.hold.held = False

@@ -1,0 +1,167 @@
+"""Trace a step once for each shape of batch, and compile it."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.extend.core import jaxpr_as_fun
+
+from fitstep import _step
+from fitstep._keras import _trainer
+from fitstep.engine import _logs
+from fitstep.engine._live import Live
+
+
+class Program:
+    """One compiled step, for one shape of batch.
+
+    Attributes:
+        call: `(given up, kept, means, batch) -> (new arrays, logs or outputs, new means)`.
+        give_up: picks the arrays that are donated out of those of all variables.
+        keep: picks the others.
+        written: the places of the arrays that come back, in their order.
+        extras: the names of the logs that are averaged over the rows.
+        proven: whether it ran through once; until then it is only given copies.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        given_up: Sequence[int],
+        kept: Sequence[int],
+        written: Sequence[int],
+        extras: Sequence[str],
+    ):
+        self.call = call
+        self.give_up = _picker(given_up)
+        self.keep = _picker(kept)
+        self.written = tuple(written)
+        self.extras = tuple(extras)
+        self.proven = False
+
+
+def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if len(places) < 2:
+        return lambda arrays: tuple(arrays[i] for i in places)
+    return operator.itemgetter(*places)
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: the first dimension of its first array, as Keras counts them."""
+    for leaf in jax.tree.leaves(batch):
+        if getattr(leaf, "shape", ()):
+            return leaf.shape[0]
+    return 1
+
+
+def wires_of(live: Live) -> _step.Wires:
+    """The wires of a run; the step count stands last and is no variable of Keras."""
+    return _step.Wires(
+        live.wiring.variables[:-1], live.names()[:-1], live.wiring.places, live.layout()
+    )
+
+
+def run_eagerly(live: Live, arrays: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+    """One step op by op, on concrete values."""
+    wires = wires_of(live)
+    batch = jax.tree.map(jnp.asarray, batch)
+    state = wires.state(arrays, arrays[-1], live.record.seed, dict(live.record.slots))
+    result, new = _step.run(live.model, live.mode, wires, state, arrays[:-1], batch)
+    return result, [*new, arrays[-1] + 1 if live.mode == "train" else arrays[-1]]
+
+
+def compile_step(
+    live: Live, arrays: list[Any], leaves: list[Any], structure: Any, *, donate: bool, checked: bool
+) -> Program:
+    """Trace the model's step once, check what it returns, and compile it.
+
+    Args:
+        arrays: the arrays of the variables; only their shapes, dtypes and shardings count.
+        leaves, structure: the batch, flattened.
+        donate: whether the program may overwrite its inputs.
+        checked: whether JAX is to look for NaN in the results, which it does for functions that
+            it compiles itself, running them again op by op to find the place.
+    """
+    wires, record, mode = wires_of(live), live.record, live.mode
+    count = len(arrays)
+    given_up = _given_up(live) if donate else []
+    kept = [i for i in range(count) if i not in set(given_up)]
+    written: list[int] = []
+    log_names: list[str] = []
+
+    def step(given: Any, left: Any, means: Any, batch: Any) -> Any:
+        inputs = _placed(count, (given_up, given), (kept, left))
+        state = wires.state(inputs, inputs[-1], record.seed, dict(record.slots))
+        batch = jax.tree.unflatten(structure, batch)
+        result, new = _step.run(live.model, mode, wires, state, inputs[:-1], batch)
+        new = [*new, inputs[-1] + 1 if mode == "train" else inputs[-1]]
+        # What is given up must come back; of the rest only what the step has changed.
+        written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
+        if mode != "predict":
+            log_names[:] = sorted(result)
+            result = {name: jnp.asarray(result[name]) for name in log_names}
+        return tuple(new[i] for i in written), result, means
+
+    donated = (0, 2) if donate else ()
+    given, left = tuple(arrays[i] for i in given_up), tuple(arrays[i] for i in kept)
+    traced = jax.jit(step, donate_argnums=donated).trace(given, left, (), tuple(leaves))
+    extras: tuple[str, ...] = ()
+    if log_names and not _trainer.is_stock(live.model, _step.METHODS[mode]):
+        extras = _extras(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, log_names)
+    distributed = keras.distribution.distribution() is not None
+    if not (extras or distributed or checked):
+        return Program(traced.lower().compile(), given_up, kept, written, extras)
+
+    rows = rows_of(jax.tree.unflatten(structure, leaves))
+    outputs, jaxpr = jax.tree.structure(traced.out_info), jaxpr_as_fun(traced.jaxpr)
+
+    def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
+        if checked:
+            new, result, _ = step(given, left, (), batch)
+        else:  # the trace that is there already
+            flat = jaxpr(*jax.tree.leaves((given, left, batch)))
+            new, result, _ = jax.tree.unflatten(outputs, flat)
+        if extras:
+            means = _logs.updated_means(means, [result[name] for name in extras], rows)
+        return new, result, means
+
+    shardings = (tuple(arrays[i].sharding for i in written), None, None) if distributed else None
+    program = jax.jit(step_with_means, donate_argnums=donated, out_shardings=shardings)
+    if checked:
+        return Program(program, given_up, kept, written, extras)
+    means = _logs.no_means(len(extras)) if extras else ()
+    compiled = program.lower(given, left, means, tuple(leaves)).compile()
+    return Program(compiled, given_up, kept, written, extras)
+
+
+def _placed(count: int, *groups: tuple[Sequence[int], Sequence[Any]]) -> list[Any]:
+    placed: list[Any] = [None] * count
+    for places, arrays in groups:
+        for i, array in zip(places, arrays, strict=True):
+            placed[i] = array
+    return placed
+
+
+def _given_up(live: Live) -> list[int]:
+    """What a program may overwrite: in training everything, in testing the metrics."""
+    if live.mode == "predict":
+        return []
+    if live.mode == "test":
+        return sorted(set(live.wiring.places["metrics"]))
+    return list(range(len(live.wiring.variables)))
+
+
+def _extras(
+    live: Live, jaxpr: Any, inputs: list[int], written: list[int], log_names: list[str]
+) -> tuple[str, ...]:
+    """The logs that are no metrics."""
+    metrics = set(live.wiring.places["metrics"])
+    new, logs = jaxpr.outvars[: len(written)], jaxpr.outvars[len(written) :]
+    ends = [variable for i, variable in zip(written, new, strict=True) if i in metrics]
+    # Metrics that the step leaves alone do not come back: they are still its inputs.
+    ends += [jaxpr.invars[inputs.index(i)] for i in metrics - set(written)]
+    found = _logs.from_metrics(jaxpr, logs, ends)
+    return tuple(n for n, is_metric in zip(log_names, found, strict=True) if not is_metric)

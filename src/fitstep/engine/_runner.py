@@ -1,0 +1,153 @@
+"""Run one step after another without ever losing the model."""
+
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from fitstep import _step
+from fitstep._keras import _data, _trainer
+from fitstep.engine import _live, _logs
+from fitstep.engine._fingerprint import differences, fingerprint
+from fitstep.engine._live import Live, Record
+from fitstep.engine._program import Program, compile_step, rows_of, run_eagerly
+
+
+class Runner:
+    """Runs the steps of one run of one mode.
+
+    Args:
+        live: the variables of the run.
+        hold: holds signals back while arrays are out of the variables.
+        donate: give the programs the arrays themselves, so that they are updated in place.
+        snapshot: keep the arrays of each epoch's start, to go back to when a step fails.
+    """
+
+    def __init__(self, live: Live, hold: Any, *, donate: bool = True, snapshot: bool = True):
+        self.live = live
+        self.hold = hold
+        self.compiled = _trainer.is_compiled_by_xla(live.model) and not jax.config.jax_disable_jit
+        # JAX then looks at every result and raises: nothing may be given up, so that the state
+        # before the step is still there.
+        self.checked = bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+        self.donate = donate and self.compiled and not self.checked
+        self.snapshot = snapshot
+        self._wiring: Any = None
+        _drop_stale(live.record, fingerprint(live.model))
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Start averages anew; the next step's inputs become the snapshot."""
+        self.live.relist()
+        self._extras: tuple[str, ...] = ()
+        self._means: Any = ()
+        self._averaged: set[str] = set()
+        self._keep_next = self.snapshot
+
+    def step(self, batch: Any) -> Any:
+        """One step on one batch.
+
+        Returns:
+            Its logs as device arrays; in prediction its outputs.
+        """
+        live, hold = self.live, self.hold
+        hold.install()
+        arrays = live.read()
+        if not self.compiled:
+            return self._step_eagerly(arrays, batch)
+        program, leaves = self._program(arrays, batch)
+        if program.extras != self._extras:
+            self._extras = program.extras
+            self._means = _logs.no_means(len(program.extras))
+            self._averaged.update(program.extras)
+        given, kept = program.give_up(arrays), program.keep(arrays)
+        careful = not (self.donate and program.proven)
+        if self.donate and (self._keep_next or not program.proven):
+            # The program gets copies; what it could destroy stays as the snapshot.
+            live.keep(arrays)
+            self._keep_next = False
+            given = tuple(_live.copies(given))
+        hold.held = True
+        try:
+            new, result, means = program.call(given, kept, self._means, leaves)
+            if careful:
+                jax.block_until_ready((new, result))
+            if len(new) == len(arrays):
+                arrays = list(new)
+            else:
+                for i, array in zip(program.written, new, strict=True):
+                    arrays[i] = array
+            live.write(arrays)
+            self._means = means
+            program.proven = True
+        finally:
+            hold.release()
+        return result
+
+    def averages(self) -> dict[str, float]:
+        """The mean over this epoch's rows of each log that is no metric."""
+        if not self._averaged:
+            return {}
+        means = dict(zip(self._extras, np.asarray(self._means[0]).tolist(), strict=True))
+        return {name: means[name] for name in sorted(self._averaged)}
+
+    def _step_eagerly(self, arrays: list[Any], batch: Any) -> Any:
+        live = self.live
+        result, new = run_eagerly(live, arrays, batch)
+        jax.block_until_ready(new)
+        self.hold.held = True
+        try:
+            live.write(new)
+        finally:
+            self.hold.release()
+        if live.mode != "predict" and not _trainer.is_stock(live.model, _step.METHODS[live.mode]):
+            self._average_eagerly(result, rows_of(batch))
+        return result
+
+    def _average_eagerly(self, logs: dict[str, Any], rows: int) -> None:
+        """Without a program to look into, a log is a metric while it equals one's result."""
+        names = tuple(sorted(logs))
+        if names != self._extras:
+            self._extras, self._means = names, _logs.no_means(len(names))
+        self._means = _logs.updated_means(self._means, [logs[name] for name in names], rows)
+        results = jax.tree.leaves(self.live.model.get_metrics_result())
+        self._averaged.update(n for n in names if not any(bool(logs[n] == r) for r in results))
+
+    def _program(self, arrays: list[Any], batch: Any) -> tuple[Program, tuple[Any, ...]]:
+        live = self.live
+        if live.wiring is not self._wiring:
+            self._wiring = live.wiring
+            key = (
+                live.mode,
+                self.donate,
+                self.checked,
+                jax.config.jax_enable_x64,
+                jax.config.jax_default_matmul_precision,
+                id(keras.distribution.distribution()),
+                live.wiring.signature,
+            )
+            self._programs = live.record.programs.setdefault(key, {})
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        program = self._programs.get(shapes)
+        if program is None:
+            _data.check_numbers(batch)
+            before = fingerprint(live.model)
+            program = compile_step(
+                live, arrays, leaves, structure, donate=self.donate, checked=self.checked
+            )
+            self._programs[shapes] = program
+            # What the trace itself changed, such as a counter of traces, makes nothing stale.
+            live.record.changed_by_traces |= differences(before, fingerprint(live.model))
+        return program, tuple(leaves)
+
+
+def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
+    """Forget the programs of a model whose Python side has changed since the last run."""
+    if record.fingerprint is not None and (
+        differences(record.fingerprint, current) - record.changed_by_traces
+    ):
+        record.programs.clear()
+        record.changed_by_traces.clear()
+    record.fingerprint = current
