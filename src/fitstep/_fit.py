@@ -230,7 +230,7 @@ def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     _data.check_numbers(batch)
     _trainer.build(model, lambda: batch)
     model.reset_metrics()
-    logs = _loop.as_numbers(_loop.on_batch(model, mode, batch))
+    logs = _trainer.as_numbers(_loop.on_batch(model, mode, batch))
     return logs if return_dict else _trainer.as_list(model, logs)
 
 

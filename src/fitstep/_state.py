@@ -1,7 +1,7 @@
 """The state of a model as one frozen pytree, and the check of a state that a step returned."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -299,12 +299,12 @@ def _checked(value: Any, expected: Any, part: str, name: str, method: str) -> An
 
 
 def check_logs(logs: Any, method: str) -> dict[str, Any]:
-    """The logs of a step as a flat dict of scalars.
+    """The logs of a step as a flat dict of arrays and numbers.
 
     Nested dicts are flattened, as Keras does with metrics of several values.
 
     Raises:
-        StateError: if the logs are not a dict of scalars; names the entry.
+        StateError: if the logs are no such dict; names the entry.
     """
     if not isinstance(logs, Mapping):
         raise StateError(
@@ -316,15 +316,30 @@ def check_logs(logs: Any, method: str) -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat.update(check_logs(value, method))
             continue
-        value = getattr(value, "value", value) if hasattr(value, "assign") else value
-        shape = getattr(value, "shape", () if isinstance(value, int | float | bool) else None)
-        if not isinstance(name, str) or shape != ():
-            raise StateError(
-                f"`{method}`: the log {name!r} must be a scalar under a string. "
-                f"Received: {_kind(value)}. Reduce it, e.g. with `keras.ops.mean`."
-            )
+        value = value.value if hasattr(value, "assign") else value
+        is_number = hasattr(value, "shape") or isinstance(value, int | float | bool)
+        if not isinstance(name, str) or not is_number:
+            raise _bad_log(name, value, method)
         flat[name] = value
     return flat
+
+
+def check_scalars(logs: Mapping[str, Any], names: Iterable[str], method: str) -> None:
+    """Check that these logs, which are to be averaged, are scalars.
+
+    Raises:
+        StateError: names the log that is none.
+    """
+    for name in names:
+        if getattr(logs[name], "shape", ()) != ():
+            raise _bad_log(name, logs[name], method)
+
+
+def _bad_log(name: Any, value: Any, method: str) -> StateError:
+    return StateError(
+        f"`{method}`: the log {name!r} must be a scalar under a string, or the result of a "
+        f"metric. Received: {_kind(value)}. Reduce it, e.g. with `keras.ops.mean`."
+    )
 
 
 def check_result(returned: Any, method: str) -> tuple[Any, Any]:

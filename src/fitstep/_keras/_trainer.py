@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 from keras.src.backend.config import max_epochs
+from keras.src.utils.python_utils import pythonify_logs
 
 from fitstep._errors import OptimizerError
 
@@ -133,6 +134,11 @@ def is_validation_epoch(model: Any, epoch: int, frequency: Any) -> bool:
 def results_or_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
     """The results of the metrics if the logs have just their names, else the logs."""
     return dict(model._get_metrics_result_or_logs(logs))
+
+
+def as_numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs as Python numbers, sorted and flattened as Keras gives them to callbacks."""
+    return pythonify_logs(logs)
 
 
 def as_list(model: Any, logs: dict[str, Any]) -> Any:

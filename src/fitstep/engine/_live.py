@@ -118,6 +118,7 @@ class Live:
     def relist(self) -> None:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
         self.wiring = wiring(self.model, self.mode, self.record.step)
+        _place_like(self.wiring.variables[:-1], self.record.step)
         self.last: list[Any] = [None] * len(self.wiring.variables)
         self.owns_metrics = False
         self._names: list[str] | None = None
@@ -267,6 +268,17 @@ class Live:
     def state(self, arrays: Sequence[Any]) -> State:
         """The arrays as a state."""
         return as_state(self.layout(), self.wiring, arrays, self.record)
+
+
+def _place_like(variables: Sequence[Any], step: Cell) -> None:
+    """Put the count of steps on all devices of the mesh that the variables are on."""
+    for array in _values.read(variables):
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            if step._value.sharding != everywhere:
+                step._value = jax.device_put(step._value, everywhere)
+            return
 
 
 def as_state(layout: Layout, wires: Wiring, arrays: Sequence[Any], record: Record) -> State:

@@ -97,8 +97,3 @@ def updated_means(
     total = total + rows
     new = jnp.stack([jnp.asarray(value, mean.dtype) for value in values])
     return mean + (new - mean) * (rows / total), total
-
-
-def equals_a_metric(model: Any, value: Any) -> bool:
-    """Without a program (eager steps) a log counts as a metric if it is the result of one."""
-    return any(bool(value == result) for result in jax.tree.leaves(model.get_metrics_result()))

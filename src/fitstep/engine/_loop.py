@@ -88,7 +88,7 @@ def test(run: Run) -> dict[str, Any]:
             model.reset_metrics()
             runner.begin_epoch()
             step_logs = _epoch(run, runner, _TEST)
-            logs = as_numbers(_epoch_logs(runner, step_logs))
+            logs = _trainer.as_numbers(_epoch_logs(runner, step_logs))
             callbacks.on_test_end(logs)
         except BaseException as error:
             _settle(runner, error)
@@ -161,18 +161,17 @@ def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = 
             begin_hook(begin)
             # 2. One batch is drawn, and one step made; more of them with a stride.
             results = [runner.step(next(source))]
-            end = begin
             while len(results) < run.stride and (following := next(batches, None)):
                 if (batch := next(following[2], None)) is None:
                     break
-                end = following[0]
                 results.append(runner.step(batch))
             # 3. The callbacks see the model after the last step, and its logs.
             logs = results[-1]
             if outputs is not None:
                 outputs += results
                 logs = {"outputs": _joined(results)}
-            end_hook(end, logs)
+            # With a stride Keras counts whole strides, also where the data ends within one.
+            end_hook(begin + run.stride - 1, logs)
             _warn_of_metric_writes(runner, mark)
             # 4. A callback may have asked to stop.
             if getattr(model, hooks.stop):
@@ -201,11 +200,6 @@ def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
     if averages:
         return {**step_logs, **averages}
     return _trainer.results_or_logs(runner.live.model, step_logs)
-
-
-def as_numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """Logs as Python numbers, in the order that Keras gives them."""
-    return {name: float(np.asarray(value)) for name, value in sorted(logs.items())}
 
 
 def _warn_of_metric_writes(runner: Runner, mark: Any) -> None:

@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from fitstep import _step
 from fitstep._keras import _trainer
+from fitstep._state import check_scalars
 from fitstep.engine import _logs
 from fitstep.engine._live import Live
 

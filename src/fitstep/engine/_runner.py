@@ -8,6 +8,7 @@ import numpy as np
 
 from fitstep import _step
 from fitstep._keras import _data, _trainer
+from fitstep._state import check_scalars
 from fitstep.engine import _live, _logs
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
@@ -107,12 +108,14 @@ class Runner:
 
     def _average_eagerly(self, logs: dict[str, Any], rows: int) -> None:
         """Without a program to look into, a log is a metric while it equals one's result."""
-        names = tuple(sorted(logs))
+        results = jax.tree.leaves(self.live.model.get_metrics_result())
+        extras = [name for name, value in logs.items() if not _equals_one(value, results)]
+        check_scalars(logs, extras, _step.METHODS[self.live.mode])
+        names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
         if names != self._extras:
             self._extras, self._means = names, _logs.no_means(len(names))
         self._means = _logs.updated_means(self._means, [logs[name] for name in names], rows)
-        results = jax.tree.leaves(self.live.model.get_metrics_result())
-        self._averaged.update(n for n in names if not any(bool(logs[n] == r) for r in results))
+        self._averaged.update(extras)
 
     def _program(self, arrays: list[Any], batch: Any) -> tuple[Program, tuple[Any, ...]]:
         live = self.live
@@ -141,6 +144,10 @@ class Runner:
             # What the trace itself changed, such as a counter of traces, makes nothing stale.
             live.record.changed_by_traces |= differences(before, fingerprint(live.model))
         return program, tuple(leaves)
+
+
+def _equals_one(value: Any, results: list[Any]) -> bool:
+    return any(np.array_equal(value, result, equal_nan=True) for result in results)
 
 
 def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
