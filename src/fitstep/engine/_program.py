@@ -112,6 +112,7 @@ def compile_step(
     extras: tuple[str, ...] = ()
     if log_names and not _trainer.is_stock(live.model, _step.METHODS[mode]):
         extras = _extras(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, log_names)
+        check_scalars(traced.out_info[1], extras, _step.METHODS[mode])
     distributed = keras.distribution.distribution() is not None
     if not (extras or distributed or checked):
         return Program(traced.lower().compile(), given_up, kept, written, extras)
