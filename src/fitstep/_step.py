@@ -67,6 +67,13 @@ def run(
                 f"outside the model keeps it, e.g. a list or a global variable."
             )
             raise
+        except ValueError as error:
+            if "unpack" in str(error) and len(batch) == 3:
+                error.add_note(
+                    f"fitstep: `{method}` gets data in three parts here, (x, y, sample_weight). "
+                    f"Unpack it with `keras.utils.unpack_x_y_sample_weight(data)`."
+                )
+            raise
         result, new_state = check_result(returned, method)
         result = check_logs(result, method) if mode != "predict" else result
         if mode == "predict":

@@ -2,12 +2,12 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 from keras.src.backend.config import max_epochs
-from keras.src.utils.python_utils import pythonify_logs
+from keras.src.utils.python_utils import is_default, pythonify_logs
 
 from fitstep._errors import OptimizerError
 
@@ -160,11 +160,26 @@ def finalize(model: Any) -> None:
         model.optimizer.finalize_variable_values(model.trainable_weights)
 
 
+def listened_to(callbacks: Any, hook: str) -> Callable[..., None] | None:
+    """A batch hook of a callback list, or None where no callback has one of its own.
+
+    Asking the list costs more than a small step does.
+    """
+    if type(callbacks) is not keras.callbacks.CallbackList:
+        return getattr(callbacks, hook)
+    # The default of the training hook calls the older, unspecific one.
+    hooks = [hook, hook.replace("_train_", "_")]
+    for callback in callbacks.callbacks:
+        if not all(is_default(getattr(callback, name)) for name in hooks):
+            return getattr(callbacks, hook)
+    return None
+
+
 def mark_nested(model: Any) -> Any:
     """Leave a mark that a nested `evaluate` or `fit` of Keras's own removes."""
     mark: dict[str, Any] = {}
     # Falsy, so that Keras's own synchronisation has nothing to do.
-    model._jax_state = mark
+    vars(model)["_jax_state"] = mark
     return mark
 
 
@@ -174,7 +189,7 @@ def ran_nested(model: Any, mark: Any) -> bool:
 
 
 def unmark_nested(model: Any) -> None:
-    model._jax_state = None
+    vars(model)["_jax_state"] = None
 
 
 @contextlib.contextmanager

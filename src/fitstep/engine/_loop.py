@@ -151,14 +151,14 @@ _PREDICT = _Hooks("on_predict_batch_begin", "on_predict_batch_end", "stop_predic
 def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = None) -> Any:
     """The steps of one epoch; returns the logs of the last one, or None where there was none."""
     model, batches = run.model, run.batches
-    begin_hook, end_hook = getattr(run.callbacks, hooks.begin), getattr(run.callbacks, hooks.end)
+    begins, ends = (_trainer.listened_to(run.callbacks, hook) for hook in (hooks.begin, hooks.end))
     logs: Any = None
     # Running out of data is noted by Keras, which warns where more was promised.
     with batches.catch_stop_iteration():
         for begin, _, source in batches:
             # 1. The callbacks learn which step begins.
-            mark = _trainer.mark_nested(model)
-            begin_hook(begin)
+            if begins:
+                _call(runner, begins, begin)
             # 2. One batch is drawn, and one step made; more of them with a stride.
             results = [runner.step(next(source))]
             while len(results) < run.stride and (following := next(batches, None)):
@@ -170,9 +170,9 @@ def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = 
             if outputs is not None:
                 outputs += results
                 logs = {"outputs": _joined(results)}
-            # With a stride Keras counts whole strides, also where the data ends within one.
-            end_hook(begin + run.stride - 1, logs)
-            _warn_of_metric_writes(runner, mark)
+            if ends:
+                # With a stride Keras counts whole strides, also where the data ends within one.
+                _call(runner, ends, begin + run.stride - 1, logs)
             # 4. A callback may have asked to stop.
             if getattr(model, hooks.stop):
                 break
@@ -202,17 +202,21 @@ def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
     return _trainer.results_or_logs(runner.live.model, step_logs)
 
 
-def _warn_of_metric_writes(runner: Runner, mark: Any) -> None:
+def _call(runner: Runner, hook: Callable[..., None], *args: Any) -> None:
+    """Call the callbacks, and say once if one of them wrote to a metric of the running epoch."""
     live = runner.live
+    mark = _trainer.mark_nested(live.model)
+    hook(*args)
     if "metrics" in live.record.warned or not live.changed_metrics():
         return
     if _trainer.ran_nested(live.model, mark):
+        # An `evaluate` within a callback leaves its own results; the next step puts them right.
         return
     live.record.warned.add("metrics")
     warnings.warn(
-        "A callback wrote to a metric of the model in the middle of an epoch. The training "
-        "metrics belong to the running epoch, so the write was not taken over. Use a metric of "
-        "the callback's own, or write in `on_epoch_begin`.",
+        "A callback wrote to a metric of the model in the middle of an epoch. These metrics "
+        "belong to the running epoch, so the write was not taken over. Use a metric of the "
+        "callback's own, or write in `on_epoch_begin`.",
         stacklevel=2,
     )
 

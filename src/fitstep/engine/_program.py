@@ -1,6 +1,7 @@
 """Trace a step once for each shape of batch, and compile it."""
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 from fitstep import _step
 from fitstep._keras import _trainer
 from fitstep._state import check_scalars
-from fitstep.engine import _logs
+from fitstep.engine import _means
+from fitstep.engine._dataflow import Dataflow
 from fitstep.engine._live import Live
 
 
@@ -110,9 +112,13 @@ def compile_step(
     given, left = tuple(arrays[i] for i in given_up), tuple(arrays[i] for i in kept)
     traced = jax.jit(step, donate_argnums=donated).trace(given, left, (), tuple(leaves))
     extras: tuple[str, ...] = ()
-    if log_names and not _trainer.is_stock(live.model, _step.METHODS[mode]):
-        extras = _extras(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, log_names)
-        check_scalars(traced.out_info[1], extras, _step.METHODS[mode])
+    method = _step.METHODS[mode]
+    if log_names and not _trainer.is_stock(live.model, method):
+        facts = _Facts(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, structure)
+        extras = facts.extras(log_names)
+        check_scalars(traced.out_info[1], extras, method)
+        if facts.ignores_weights():
+            warnings.warn(_IGNORED_WEIGHTS.format(method=method), stacklevel=2)
     distributed = keras.distribution.distribution() is not None
     if not (extras or distributed or checked):
         return Program(traced.lower().compile(), given_up, kept, written, extras)
@@ -127,14 +133,14 @@ def compile_step(
             flat = jaxpr(*jax.tree.leaves((given, left, batch)))
             new, result, _ = jax.tree.unflatten(outputs, flat)
         if extras:
-            means = _logs.updated_means(means, [result[name] for name in extras], rows)
+            means = _means.updated_means(means, [result[name] for name in extras], rows)
         return new, result, means
 
     shardings = (tuple(arrays[i].sharding for i in written), None, None) if distributed else None
     program = jax.jit(step_with_means, donate_argnums=donated, out_shardings=shardings)
     if checked:
         return Program(program, given_up, kept, written, extras)
-    means = _logs.no_means(len(extras)) if extras else ()
+    means = _means.no_means(len(extras)) if extras else ()
     compiled = program.lower(given, left, means, tuple(leaves)).compile()
     return Program(compiled, given_up, kept, written, extras)
 
@@ -156,14 +162,47 @@ def _given_up(live: Live) -> list[int]:
     return list(range(len(live.wiring.variables)))
 
 
-def _extras(
-    live: Live, jaxpr: Any, inputs: list[int], written: list[int], log_names: list[str]
-) -> tuple[str, ...]:
-    """The logs that are no metrics."""
-    metrics = set(live.wiring.places["metrics"])
-    new, logs = jaxpr.outvars[: len(written)], jaxpr.outvars[len(written) :]
-    ends = [variable for i, variable in zip(written, new, strict=True) if i in metrics]
-    # Metrics that the step leaves alone do not come back: they are still its inputs.
-    ends += [jaxpr.invars[inputs.index(i)] for i in metrics - set(written)]
-    found = _logs.from_metrics(jaxpr, logs, ends)
-    return tuple(n for n, is_metric in zip(log_names, found, strict=True) if not is_metric)
+_IGNORED_WEIGHTS = (
+    "The data has sample weights (`sample_weight` or `class_weight`), but `{method}` makes no use "
+    "of them: they have no effect. Unpack them with `keras.utils.unpack_x_y_sample_weight(data)` "
+    "and pass them to the loss, e.g. `self.compute_loss(x, y, y_pred, sample_weight)`."
+)
+
+
+class _Facts:
+    """What the jaxpr of a user's own step tells about its logs and its sample weights."""
+
+    def __init__(
+        self, live: Live, jaxpr: Any, inputs: list[int], written: list[int], structure: Any
+    ):
+        self.live, self.jaxpr, self.inputs, self.written = live, jaxpr, inputs, written
+        self.structure = structure
+        self.flow = Dataflow(jaxpr)
+        self.new = dict(zip(written, jaxpr.outvars, strict=False))
+        self.logs = jaxpr.outvars[len(written) :]
+
+    def extras(self, log_names: list[str]) -> tuple[str, ...]:
+        """The logs that are no metrics, which depend on the metrics' new state alone."""
+        # Metrics that the step leaves alone do not come back: they are still its inputs.
+        ends = [
+            self.new[i] if i in self.new else self.jaxpr.invars[self.inputs.index(i)]
+            for i in set(self.live.wiring.places["metrics"])
+        ]
+        return tuple(
+            name
+            for name, log in zip(log_names, self.logs, strict=True)
+            if not self.flow.depends_only_on(log, ends)
+        )
+
+    def ignores_weights(self) -> bool:
+        """Whether there are sample weights that reach neither the update nor, in a test, a log."""
+        batch = self.jaxpr.invars[len(self.inputs) :]
+        data = jax.tree.unflatten(self.structure, batch)
+        weights = jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(data)[2])
+        if not weights:
+            return False
+        results = self.logs
+        if self.live.mode == "train":
+            trainable = self.live.wiring.places["trainable"]
+            results = [self.new[i] for i in trainable if i in self.new]
+        return not any(self.flow.depends_on(result, weights) for result in results)

@@ -9,7 +9,7 @@ import numpy as np
 from fitstep import _step
 from fitstep._keras import _data, _trainer
 from fitstep._state import check_scalars
-from fitstep.engine import _live, _logs
+from fitstep.engine import _live, _means
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
 from fitstep.engine._program import Program, compile_step, rows_of, run_eagerly
@@ -60,7 +60,7 @@ class Runner:
         program, leaves = self._program(arrays, batch)
         if program.extras != self._extras:
             self._extras = program.extras
-            self._means = _logs.no_means(len(program.extras))
+            self._means = _means.no_means(len(program.extras))
             self._averaged.update(program.extras)
         given, kept = program.give_up(arrays), program.keep(arrays)
         careful = not (self.donate and program.proven)
@@ -113,8 +113,8 @@ class Runner:
         check_scalars(logs, extras, _step.METHODS[self.live.mode])
         names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
         if names != self._extras:
-            self._extras, self._means = names, _logs.no_means(len(names))
-        self._means = _logs.updated_means(self._means, [logs[name] for name in names], rows)
+            self._extras, self._means = names, _means.no_means(len(names))
+        self._means = _means.updated_means(self._means, [logs[name] for name in names], rows)
         self._averaged.update(extras)
 
     def _program(self, arrays: list[Any], batch: Any) -> tuple[Program, tuple[Any, ...]]:

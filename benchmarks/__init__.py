@@ -1,0 +1,1 @@
+"""Benchmarks: one file, one question. `python -m benchmarks` runs all of them."""

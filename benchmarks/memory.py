@@ -1,0 +1,39 @@
+"""Peak memory of a fit: fs.fit beside stock fit, and in numbers of states (MB).
+
+A process each. The state is 3 x 64 MB: weights and two moments of Adam.
+"""
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import resource, sys
+import numpy as np
+import fitstep as fs, keras
+from keras import layers
+width = 2048
+model = keras.Sequential([layers.Input((width,)), *[layers.Dense(width, "relu") for _ in range(4)]])
+model.compile("adam", "mse")
+x = np.ones((32, width), "float32")
+model.optimizer.build(model.trainable_variables)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+how = sys.argv[1]
+if how == "stock":
+    model.fit(x, x, batch_size=8, epochs=3, verbose=0)
+else:
+    fs.fit(model, x, x, batch_size=8, epochs=3, verbose=0, snapshot=how == "fs")
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+state = sum(v.value.nbytes for v in [*model.variables, *model.optimizer.variables])
+print((peak - before) / 1024, state / 2**20)
+"""
+
+
+def main() -> None:
+    peaks = {}
+    for how in ("stock", "fs", "fs without snapshot"):
+        command = [sys.executable, "-c", _PROGRAM, how]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        peaks[how], state = float(out[-2]), float(out[-1])
+        over = (peaks[how] - peaks["stock"]) / state
+        print(f"{how:22} {peaks[how]:7.0f} MB over the built model, {over:+.2f} states over stock")
+    print(f"one state is {state:.0f} MB; the bound is +1.00")
