@@ -27,6 +27,8 @@ def main() -> None:
             taken[name].append(_seconds(*command))
     for name, seconds in taken.items():
         print(f"{name:24} {statistics.median(seconds):.3f}")
-    more = [a - b for a, b in zip(taken["import fitstep, keras"], taken["import keras"], strict=True)]
+    more = [
+        a - b for a, b in zip(taken["import fitstep, keras"], taken["import keras"], strict=True)
+    ]
     print(f"{'fitstep over keras':24} {statistics.median(more):.3f}  (bound 0.15)")
     print(f"{'bound of --help':24} 0.300")

@@ -42,30 +42,37 @@ def hand_written(model: keras.Model, case: Case):
     return epoch
 
 
+def row(case: Case) -> list[str]:
+    """The cells of one model's row."""
+    steps = math.ceil(len(case.x) / case.batch_size)
+    models = {name: case.build() for name in ("stock", "fs", "stock 1", "fs 1", "hand")}
+    for model in models.values():  # metrics and optimizer are built by a first step
+        model.train_on_batch(case.x[: case.batch_size], case.y[: case.batch_size])
+    options = {"batch_size": case.batch_size, "shuffle": False}
+    runs = {
+        "stock": lambda: models["stock"].fit(case.x, case.y, verbose=0, **options),
+        "fs": lambda: fs.fit(models["fs"], case.x, case.y, verbose=0, **options),
+        "stock 1": lambda: models["stock 1"].fit(case.x, case.y, verbose=1, **options),
+        "fs 1": lambda: fs.fit(models["fs 1"], case.x, case.y, verbose=1, **options),
+        "hand": hand_written(models["hand"], case),
+    }
+    seconds = interleaved(runs, PAIRS)
+    return [
+        case.name,
+        microseconds(seconds["stock"], steps),
+        microseconds(seconds["hand"], steps),
+        microseconds(seconds["fs"], steps),
+        ratio(seconds["fs"], seconds["stock"]),
+        ratio(seconds["fs 1"], seconds["stock 1"]),
+        ratio(seconds["fs"], seconds["hand"]),
+    ]
+
+
 def main() -> None:
-    print("| model | stock | by hand | fs.fit | fs / stock | fs / stock, verbose=1 | fs / by hand |")
+    """Print the table."""
+    print(
+        "| model | stock | by hand | fs.fit | fs / stock | fs / stock, verbose=1 | fs / by hand |"
+    )
     print("|---|---|---|---|---|---|---|")
     for case in cases():
-        steps = math.ceil(len(case.x) / case.batch_size)
-        models = {name: case.build() for name in ("stock", "fs", "stock 1", "fs 1", "hand")}
-        for model in models.values():  # metrics and optimizer are built by a first step
-            model.train_on_batch(case.x[: case.batch_size], case.y[: case.batch_size])
-        arguments = {"batch_size": case.batch_size, "shuffle": False}
-        runs = {
-            "stock": lambda: models["stock"].fit(case.x, case.y, verbose=0, **arguments),
-            "fs": lambda: fs.fit(models["fs"], case.x, case.y, verbose=0, **arguments),
-            "stock 1": lambda: models["stock 1"].fit(case.x, case.y, verbose=1, **arguments),
-            "fs 1": lambda: fs.fit(models["fs 1"], case.x, case.y, verbose=1, **arguments),
-            "hand": hand_written(models["hand"], case),
-        }
-        seconds = interleaved(runs, PAIRS)
-        cells = [
-            case.name,
-            microseconds(seconds["stock"], steps),
-            microseconds(seconds["hand"], steps),
-            microseconds(seconds["fs"], steps),
-            ratio(seconds["fs"], seconds["stock"]),
-            ratio(seconds["fs 1"], seconds["stock 1"]),
-            ratio(seconds["fs"], seconds["hand"]),
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        print(f"| {' | '.join(row(case))} |", flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from fitstep import _step
 from fitstep._backend import refuse_nnx
 from fitstep._keras import _data, _trainer
 from fitstep._state import State
@@ -69,7 +70,9 @@ def fit(
     stride = _stride(model, steps_per_execution)
     epochs = _trainer.limited_epochs(epochs)
     if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = _data.split((x, y, sample_weight), validation_split)
+        (x, y, sample_weight), validation_data = _data.split(
+            (x, y, sample_weight), validation_split
+        )
     batches = _data.batches(
         x,
         y,
@@ -82,9 +85,7 @@ def fit(
     )
     _trainer.build(model, batches.first_batch)
     batches.reset()
-    callbacks = _callback_list(
-        model, callbacks, verbose, batches, epochs=epochs, add_history=True
-    )
+    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
     validate = _validation(
         model,
         validation_data,
@@ -96,6 +97,7 @@ def fit(
     )
     run = _loop.Run(
         model=model,
+        step=_step.run,
         batches=batches,
         callbacks=callbacks,
         stride=stride,
@@ -155,7 +157,9 @@ def _evaluate_batches(
     _trainer.build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
-    return _loop.test(_loop.Run(model=model, batches=batches, callbacks=callbacks, stride=stride))
+    return _loop.test(
+        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
+    )
 
 
 def predict(
@@ -183,7 +187,7 @@ def predict(
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     stride = _stride(model, steps_per_execution)
     return _loop.predict(
-        _loop.Run(model=model, batches=batches, callbacks=callbacks, stride=stride)
+        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
     )
 
 
@@ -209,7 +213,7 @@ def train_on_batch(
     return _one_batch(model, "train", batch, return_dict)
 
 
-def test_on_batch(
+def evaluate_on_batch(
     model: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
 ) -> Any:
     """Evaluate on one batch, as `keras.Model.test_on_batch`."""
@@ -223,14 +227,14 @@ def predict_on_batch(model: Any, x: Any) -> Any:
     _check_model(model, "predict_on_batch")
     batch = _data.on_devices((x,))
     _trainer.build_for_prediction(model, lambda: batch)
-    return _loop.on_batch(model, "predict", batch)
+    return _loop.on_batch(model, _step.run, "predict", batch)
 
 
 def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     _data.check_numbers(batch)
     _trainer.build(model, lambda: batch)
     model.reset_metrics()
-    logs = _trainer.as_numbers(_loop.on_batch(model, mode, batch))
+    logs = _trainer.as_numbers(_loop.on_batch(model, _step.run, mode, batch))
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
@@ -281,11 +285,17 @@ def _shuffler(model: Any) -> np.random.Generator:
     seed = _data.global_seed()
     if seed is None:
         return np.random.default_rng()
-    return np.random.default_rng([seed, int(record_of(model).step._value)])
+    return np.random.default_rng([seed, int(record_of(model).step.array)])
 
 
 def _callback_list(
-    model: Any, callbacks: Any, verbose: Any, batches: Any, *, epochs: int, add_history: bool = False
+    model: Any,
+    callbacks: Any,
+    verbose: Any,
+    batches: Any,
+    *,
+    epochs: int,
+    add_history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -338,4 +348,3 @@ def _validation(
             )
 
     return validate
-

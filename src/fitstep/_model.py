@@ -142,7 +142,7 @@ class Trainer(StockTrainer):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Evaluate on one batch, as `keras.Model.test_on_batch` does."""
-        return _fit.test_on_batch(self, x, y, sample_weight, return_dict)
+        return _fit.evaluate_on_batch(self, x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Predict on one batch, as `keras.Model.predict_on_batch` does."""

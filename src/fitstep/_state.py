@@ -17,6 +17,7 @@ ITERATED = {
     "test": ("trainable", "non_trainable", "metrics"),
     "predict": ("trainable", "non_trainable"),
 }
+METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Layout(NamedTuple):
@@ -76,7 +77,7 @@ class State:
     optimizer: Mapping[str, Any] = field(default_factory=_empty)
     metrics: Mapping[str, Any] = field(default_factory=_empty)
     slots: Mapping[str, Any] = field(default_factory=_empty)
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
 
     def part(self, part: str) -> list[Any]:
         """The arrays of a part as a list in Keras's order."""
@@ -157,6 +158,30 @@ class State:
         }
         slots = MappingProxyType(jax.tree_util.tree_unflatten(structure, slots))
         return cls(step, seed, **mappings, slots=slots, layout=layout)
+
+
+class Wires(NamedTuple):
+    """How arrays, one for each variable, make up a state.
+
+    Attributes:
+        variables: each Keras variable once.
+        names: the name of each.
+        places: for each part the places of its variables, in Keras's order.
+    """
+
+    variables: Sequence[Any]
+    names: Sequence[str]
+    places: Mapping[str, tuple[int, ...]]
+    layout: Layout
+
+    def state(self, arrays: Sequence[Any], step: Any, seed: Any, slots: Mapping[str, Any]) -> State:
+        parts = {
+            part: dict(
+                zip(self.layout.names(part), (arrays[i] for i in self.places[part]), strict=True)
+            )
+            for part in PARTS
+        }
+        return State(step, seed, **parts, slots=slots, layout=self.layout)
 
 
 def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = _NOTHING) -> State:
@@ -350,9 +375,7 @@ def check_result(returned: Any, method: str) -> tuple[Any, Any]:
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         first = "outputs" if method == "predict_step" else "logs"
-        raise StateError(
-            f"`{method}` must return `({first}, state)`. Received: {_kind(returned)}."
-        )
+        raise StateError(f"`{method}` must return `({first}, state)`. Received: {_kind(returned)}.")
     return returned[0], returned[1]
 
 

@@ -7,33 +7,13 @@ with what Keras code updated by itself.
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fitstep._errors import StateError
 from fitstep._keras import _trainer, _values
-from fitstep._state import PARTS, Layout, State, check_logs, check_result, merge
-
-METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
-
-
-class Wires(NamedTuple):
-    """How arrays, one for each variable, make up a state."""
-
-    variables: Sequence[Any]
-    names: Sequence[str]
-    places: dict[str, tuple[int, ...]]
-    layout: Layout
-
-    def state(self, arrays: Sequence[Any], step: Any, seed: Any, slots: Any) -> State:
-        parts = {
-            part: dict(
-                zip(self.layout.names(part), (arrays[i] for i in self.places[part]), strict=True)
-            )
-            for part in PARTS
-        }
-        return State(step, seed, **parts, slots=slots, layout=self.layout)
+from fitstep._state import METHODS, PARTS, State, Wires, check_logs, check_result, merge
 
 
 def run(
@@ -123,11 +103,12 @@ def _with_updates(
 
 def _attributes(model: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     """The attributes of the model's objects, to see afterwards what a trace left there."""
-    found = [("self", model, dict(vars(model)))]
-    for layer in _trainer.layers(model):
-        if layer is not model and not type(layer).__module__.startswith("keras."):
-            found.append((layer.name, layer, dict(vars(layer))))
-    return found
+    layers = [
+        (layer.name, layer, dict(vars(layer)))
+        for layer in _trainer.layers(model)
+        if layer is not model and not type(layer).__module__.startswith("keras.")
+    ]
+    return [("self", model, dict(vars(model))), *layers]
 
 
 # Where Keras itself puts traced losses during a step, and takes them away again.

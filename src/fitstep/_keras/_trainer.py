@@ -70,18 +70,12 @@ def build(model: Any, first_batch: Any) -> None:
     Args:
         first_batch: a function that returns the first batch; only called where it is needed.
     """
-    unbuilt = (
-        not all(layer.built for layer in layers(model))
-        or (model._compile_metrics is not None and not model._compile_metrics.built)
-        or (model._compile_loss is not None and not model._compile_loss.built)
-    )
-    if unbuilt:
-        if not _has_call(model) and all(layer.built for layer in model.layers):
-            # A model of sub-models with a step of its own needs no `call`.
-            model.built = True
-            if model._compile_metrics is None and model._compile_loss is None:
-                unbuilt = False
-    if unbuilt:
+    layers_built = all(layer.built for layer in layers(model))
+    if not layers_built and not _has_call(model) and all(layer.built for layer in model.layers):
+        # A model of built sub-models, with a step of its own, needs no `call`.
+        model.built = layers_built = True
+    compiled = [model._compile_metrics, model._compile_loss]
+    if not layers_built or not all(thing is None or thing.built for thing in compiled):
         model._symbolic_build(data_batch=first_batch())
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -272,5 +266,3 @@ def watched_updates(model: Any, trainable: Sequence[Any], names: Sequence[str]) 
     finally:
         for namespace, name in patched:
             namespace.pop(name, None)
-
-

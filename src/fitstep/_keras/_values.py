@@ -20,6 +20,23 @@ from fitstep._errors import StateError
 _active = threading.local()
 
 
+class Cell:
+    """Holds one array that is no Keras variable, such as the count of steps, like one."""
+
+    _trainable = False
+
+    def __init__(self, array: Any):
+        self._value = array
+
+    @property
+    def array(self) -> Any:
+        return self._value
+
+    @array.setter
+    def array(self, array: Any) -> None:
+        self._value = array
+
+
 def read(variables: Sequence[Any]) -> list[Any]:
     """The arrays that the variables hold now, without casts or scopes."""
     return [variable._value for variable in variables]
@@ -75,7 +92,9 @@ def _scope_without(variable: Any) -> StepScope | None:
     """The step's scope, if Keras's innermost scope does not speak for this variable."""
     step = getattr(_active, "scope", None)
     scope = get_stateless_scope()
-    if step is None or (scope is not step and scope is not None and id(variable) in scope.state_mapping):
+    if step is None or (
+        scope is not step and scope is not None and id(variable) in scope.state_mapping
+    ):
         return None
     return step
 

@@ -51,7 +51,7 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
     for thing in [*_trainer.layers(model), *_trainer.compiled_objects(model)]:
         found[id(thing), ""] = Same(thing)
         for name, value in vars(thing).items():
-            if name.startswith("_") and name != "_trainable" or name in _OF_THE_LOOP:
+            if (name.startswith("_") and name != "_trainable") or name in _OF_THE_LOOP:
                 continue
             if (part := _part(value)) is not None:
                 found[id(thing), name] = part

@@ -16,16 +16,8 @@ import numpy as np
 
 from fitstep._errors import StateError
 from fitstep._keras import _data, _names, _trainer, _values
-from fitstep._state import ITERATED, PARTS, Layout, State
-
-
-class Cell:
-    """A holder of one array that is no Keras variable, such as the count of steps."""
-
-    _trainable = False
-
-    def __init__(self, array: Any):
-        self._value = array
+from fitstep._keras._values import Cell
+from fitstep._state import ITERATED, PARTS, Layout, State, Wires
 
 
 class Record:
@@ -129,12 +121,13 @@ class Live:
             self._names = _variable_names(self.model, self.wiring)
         return self._names
 
-    def layout(self) -> Layout:
-        names = self.names()
-        return Layout(
-            *(tuple(names[i] for i in self.wiring.places[part]) for part in PARTS),
-            iterated=ITERATED[self.mode],
+    def wires(self) -> Wires:
+        """The variables of Keras with their names; without the step count, which stands last."""
+        names, places = self.names()[:-1], self.wiring.places
+        layout = Layout(
+            *(tuple(names[i] for i in places[part]) for part in PARTS), iterated=ITERATED[self.mode]
         )
+        return Wires(self.wiring.variables[:-1], names, places, layout)
 
     def read(self) -> list[Any]:
         """The arrays that the variables hold now, fit to be handed to a program.
@@ -193,7 +186,8 @@ class Live:
         if not self.owns_metrics:
             return False
         places = self.wiring.places["metrics"]
-        return any(self.wiring.variables[i]._value is not self.last[i] for i in places)
+        arrays = _values.read([self.wiring.variables[i] for i in places])
+        return any(array is not self.last[i] for array, i in zip(arrays, places, strict=True))
 
     def write(self, arrays: Sequence[Any]) -> None:
         """Write what a step returned back to the variables."""
@@ -256,8 +250,8 @@ class Live:
             raise StateError("The state does not fit the model: " + "; ".join(wrong) + ".")
         arrays: list[Any] = [None] * len(self.wiring.variables)
         for part in PARTS:
-            values, layout = getattr(state, part), self.layout()
-            for name, i in zip(layout.names(part), self.wiring.places[part], strict=True):
+            values = getattr(state, part)
+            for name, i in zip(own.layout.names(part), self.wiring.places[part], strict=True):
                 arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
         arrays[-1] = jnp.asarray(state.step, "int32")
         fresh = copies(arrays)
@@ -267,7 +261,7 @@ class Live:
 
     def state(self, arrays: Sequence[Any]) -> State:
         """The arrays as a state."""
-        return as_state(self.layout(), self.wiring, arrays, self.record)
+        return self.wires().state(arrays, arrays[-1], self.record.seed, dict(self.record.slots))
 
 
 def _place_like(variables: Sequence[Any], step: Cell) -> None:
@@ -276,20 +270,9 @@ def _place_like(variables: Sequence[Any], step: Cell) -> None:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
             everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-            if step._value.sharding != everywhere:
-                step._value = jax.device_put(step._value, everywhere)
+            if step.array.sharding != everywhere:
+                step.array = jax.device_put(step.array, everywhere)
             return
-
-
-def as_state(layout: Layout, wires: Wiring, arrays: Sequence[Any], record: Record) -> State:
-    """Arrays in the order of the variables as a state with names."""
-    parts = {
-        part: dict(
-            zip(layout.names(part), (arrays[i] for i in wires.places[part]), strict=True)
-        )
-        for part in PARTS
-    }
-    return State(arrays[-1], record.seed, **parts, slots=dict(record.slots), layout=layout)
 
 
 def copies(arrays: Sequence[Any]) -> list[Any]:
@@ -302,7 +285,7 @@ def _is_whole(array: Any) -> bool:
         return False
     try:
         array.block_until_ready()
-    except Exception:  # a failed program shows in its outputs, whatever the reason was
+    except Exception:  # noqa: BLE001 - a failed program shows in its outputs, whatever the reason was
         return False
     return True
 
@@ -314,6 +297,4 @@ def _variable_names(model: Any, wires: Wiring) -> list[str]:
         names = _names.optimizer_names(optimizer, owners) | names
     names = _names.metric_names(model) | names
     unnamed = itertools.count()
-    return [
-        names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in wires.variables[:-1]
-    ] + ["step"]
+    return [names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in wires.variables[:-1]] + ["step"]

@@ -11,6 +11,7 @@ from keras import tree
 from fitstep._errors import DataError
 from fitstep._keras import _trainer
 from fitstep.engine._live import Live
+from fitstep.engine._program import Step
 from fitstep.engine._runner import Runner
 from fitstep.engine._signals import holding
 
@@ -20,12 +21,14 @@ class Run:
     """What a loop needs to know.
 
     Attributes:
+        step: the pure step of the model, see `_program.Step`.
         batches: yields `(step, step, iterator)`, as Keras's epoch iterators do.
         callbacks: a `keras.callbacks.CallbackList`.
         stride: the steps between two calls of the callbacks' batch hooks.
     """
 
     model: Any
+    step: Step
     batches: Any
     callbacks: Any
     stride: int = 1
@@ -40,7 +43,7 @@ def train(
     model, callbacks = run.model, run.callbacks
     with holding() as hold:
         live = Live(model, "train")
-        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
         model.stop_training = False
         logs: dict[str, Any] = {}
         try:
@@ -81,7 +84,7 @@ def test(run: Run) -> dict[str, Any]:
     model, callbacks = run.model, run.callbacks
     with holding() as hold:
         live = Live(model, "test")
-        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
         model.stop_evaluating = False
         try:
             callbacks.on_test_begin()
@@ -104,7 +107,7 @@ def predict(run: Run) -> Any:
     collected: list[Any] = []
     with holding() as hold:
         live = Live(model, "predict")
-        runner = Runner(live, hold, donate=run.donate, snapshot=run.snapshot)
+        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
         model.stop_predicting = False
         try:
             callbacks.on_predict_begin()
@@ -121,11 +124,11 @@ def predict(run: Run) -> Any:
     return _concatenated(collected)
 
 
-def on_batch(model: Any, mode: str, batch: Any) -> Any:
+def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
     with holding() as hold:
         live = Live(model, mode)
-        runner = Runner(live, hold)
+        runner = Runner(step, live, hold)
         try:
             result = runner.step(batch)
             return tree.map_structure(np.array, result) if mode == "predict" else result

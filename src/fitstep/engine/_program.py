@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import keras
 from jax.extend.core import jaxpr_as_fun
 
-from fitstep import _step
 from fitstep._keras import _trainer
-from fitstep._state import check_scalars
+from fitstep._state import METHODS, check_scalars
 from fitstep.engine import _means
 from fitstep.engine._dataflow import Dataflow
 from fitstep.engine._live import Live
+
+# `(model, mode, wires, state, arrays, batch) -> (logs or outputs, the new arrays)`, pure; `arrays`
+# has one for each variable, and `state` is made of them.
+Step = Callable[..., tuple[Any, list[Any]]]
 
 
 class Program:
@@ -60,46 +63,46 @@ def rows_of(batch: Any) -> int:
     return 1
 
 
-def wires_of(live: Live) -> _step.Wires:
-    """The wires of a run; the step count stands last and is no variable of Keras."""
-    return _step.Wires(
-        live.wiring.variables[:-1], live.names()[:-1], live.wiring.places, live.layout()
-    )
-
-
-def run_eagerly(live: Live, arrays: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+def run_eagerly(step: Step, live: Live, arrays: list[Any], batch: Any) -> tuple[Any, list[Any]]:
     """One step op by op, on concrete values."""
-    wires = wires_of(live)
     batch = jax.tree.map(jnp.asarray, batch)
-    state = wires.state(arrays, arrays[-1], live.record.seed, dict(live.record.slots))
-    result, new = _step.run(live.model, live.mode, wires, state, arrays[:-1], batch)
+    state = live.state(arrays)
+    result, new = step(live.model, live.mode, live.wires(), state, arrays[:-1], batch)
     return result, [*new, arrays[-1] + 1 if live.mode == "train" else arrays[-1]]
 
 
 def compile_step(
-    live: Live, arrays: list[Any], leaves: list[Any], structure: Any, *, donate: bool, checked: bool
+    step: Step,
+    live: Live,
+    arrays: list[Any],
+    leaves: list[Any],
+    structure: Any,
+    *,
+    donate: bool,
+    checked: bool,
 ) -> Program:
     """Trace the model's step once, check what it returns, and compile it.
 
     Args:
+        step: the pure step, as `Step` says.
         arrays: the arrays of the variables; only their shapes, dtypes and shardings count.
         leaves, structure: the batch, flattened.
         donate: whether the program may overwrite its inputs.
         checked: whether JAX is to look for NaN in the results, which it does for functions that
             it compiles itself, running them again op by op to find the place.
     """
-    wires, record, mode = wires_of(live), live.record, live.mode
+    wires, record, mode = live.wires(), live.record, live.mode
     count = len(arrays)
     given_up = _given_up(live) if donate else []
     kept = [i for i in range(count) if i not in set(given_up)]
     written: list[int] = []
     log_names: list[str] = []
 
-    def step(given: Any, left: Any, means: Any, batch: Any) -> Any:
+    def traced_step(given: Any, left: Any, means: Any, batch: Any) -> Any:
         inputs = _placed(count, (given_up, given), (kept, left))
         state = wires.state(inputs, inputs[-1], record.seed, dict(record.slots))
         batch = jax.tree.unflatten(structure, batch)
-        result, new = _step.run(live.model, mode, wires, state, inputs[:-1], batch)
+        result, new = step(live.model, mode, wires, state, inputs[:-1], batch)
         new = [*new, inputs[-1] + 1 if mode == "train" else inputs[-1]]
         # What is given up must come back; of the rest only what the step has changed.
         written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
@@ -110,9 +113,9 @@ def compile_step(
 
     donated = (0, 2) if donate else ()
     given, left = tuple(arrays[i] for i in given_up), tuple(arrays[i] for i in kept)
-    traced = jax.jit(step, donate_argnums=donated).trace(given, left, (), tuple(leaves))
+    traced = jax.jit(traced_step, donate_argnums=donated).trace(given, left, (), tuple(leaves))
     extras: tuple[str, ...] = ()
-    method = _step.METHODS[mode]
+    method = METHODS[mode]
     if log_names and not _trainer.is_stock(live.model, method):
         facts = _Facts(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, structure)
         extras = facts.extras(log_names)
@@ -128,7 +131,7 @@ def compile_step(
 
     def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
         if checked:
-            new, result, _ = step(given, left, (), batch)
+            new, result, _ = traced_step(given, left, (), batch)
         else:  # the trace that is there already
             flat = jaxpr(*jax.tree.leaves((given, left, batch)))
             new, result, _ = jax.tree.unflatten(outputs, flat)

@@ -6,26 +6,29 @@ import jax
 import keras
 import numpy as np
 
-from fitstep import _step
 from fitstep._keras import _data, _trainer
-from fitstep._state import check_scalars
+from fitstep._state import METHODS, check_scalars
 from fitstep.engine import _live, _means
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
-from fitstep.engine._program import Program, compile_step, rows_of, run_eagerly
+from fitstep.engine._program import Program, Step, compile_step, rows_of, run_eagerly
 
 
 class Runner:
     """Runs the steps of one run of one mode.
 
     Args:
+        step: the pure step of the model.
         live: the variables of the run.
         hold: holds signals back while arrays are out of the variables.
         donate: give the programs the arrays themselves, so that they are updated in place.
         snapshot: keep the arrays of each epoch's start, to go back to when a step fails.
     """
 
-    def __init__(self, live: Live, hold: Any, *, donate: bool = True, snapshot: bool = True):
+    def __init__(
+        self, step: Step, live: Live, hold: Any, *, donate: bool = True, snapshot: bool = True
+    ):
+        self._step = step
         self.live = live
         self.hold = hold
         self.compiled = _trainer.is_compiled_by_xla(live.model) and not jax.config.jax_disable_jit
@@ -95,14 +98,14 @@ class Runner:
 
     def _step_eagerly(self, arrays: list[Any], batch: Any) -> Any:
         live = self.live
-        result, new = run_eagerly(live, arrays, batch)
+        result, new = run_eagerly(self._step, live, arrays, batch)
         jax.block_until_ready(new)
         self.hold.held = True
         try:
             live.write(new)
         finally:
             self.hold.release()
-        if live.mode != "predict" and not _trainer.is_stock(live.model, _step.METHODS[live.mode]):
+        if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
             self._average_eagerly(result, rows_of(batch))
         return result
 
@@ -110,7 +113,7 @@ class Runner:
         """Without a program to look into, a log is a metric while it equals one's result."""
         results = jax.tree.leaves(self.live.model.get_metrics_result())
         extras = [name for name, value in logs.items() if not _equals_one(value, results)]
-        check_scalars(logs, extras, _step.METHODS[self.live.mode])
+        check_scalars(logs, extras, METHODS[self.live.mode])
         names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
         if names != self._extras:
             self._extras, self._means = names, _means.no_means(len(names))
@@ -138,7 +141,13 @@ class Runner:
             _data.check_numbers(batch)
             before = fingerprint(live.model)
             program = compile_step(
-                live, arrays, leaves, structure, donate=self.donate, checked=self.checked
+                self._step,
+                live,
+                arrays,
+                leaves,
+                structure,
+                donate=self.donate,
+                checked=self.checked,
             )
             self._programs[shapes] = program
             # What the trace itself changed, such as a counter of traces, makes nothing stale.
