@@ -15,6 +15,7 @@ from fitstep._keras import _data, _trainer
 from fitstep._state import State
 from fitstep.engine import _loop
 from fitstep.engine._live import Live, copies, record_of
+from fitstep.engine._signals import uninterrupted
 
 
 def fit(
@@ -83,7 +84,8 @@ def fit(
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    _trainer.build(model, batches.first_batch)
+    with uninterrupted():
+        _trainer.build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
     validate = _validation(
@@ -154,7 +156,8 @@ def _evaluate_batches(
     model: Any, batches: Any, *, verbose: Any, callbacks: Any, stride: int
 ) -> dict[str, Any]:
     """Evaluate on an iterator that is there already; returns the logs."""
-    _trainer.build(model, batches.first_batch)
+    with uninterrupted():
+        _trainer.build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     return _loop.test(
@@ -182,7 +185,8 @@ def predict(
     """
     _check_model(model, "predict")
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
-    _trainer.build_for_prediction(model, batches.first_batch)
+    with uninterrupted():
+        _trainer.build_for_prediction(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     stride = _stride(model, steps_per_execution)
@@ -226,13 +230,15 @@ def predict_on_batch(model: Any, x: Any) -> Any:
     """Predict on one batch, as `keras.Model.predict_on_batch`."""
     _check_model(model, "predict_on_batch")
     batch = _data.on_devices((x,))
-    _trainer.build_for_prediction(model, lambda: batch)
+    with uninterrupted():
+        _trainer.build_for_prediction(model, lambda: batch)
     return _loop.on_batch(model, _step.run, "predict", batch)
 
 
 def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     _data.check_numbers(batch)
-    _trainer.build(model, lambda: batch)
+    with uninterrupted():
+        _trainer.build(model, lambda: batch)
     model.reset_metrics()
     logs = _trainer.as_numbers(_loop.on_batch(model, _step.run, mode, batch))
     return logs if return_dict else _trainer.as_list(model, logs)

@@ -60,10 +60,10 @@ class Run:
 
     def __post_init__(self) -> None:
         _check_model(self.model)
-        _check_count("epochs", self.epochs, required=True)
-        _check_count("batch_size", self.batch_size)
-        _check_count("steps_per_epoch", self.steps_per_epoch)
-        _check_count("validation_steps", self.validation_steps)
+        _check_count("epochs", self.epochs)
+        for name in ("batch_size", "steps_per_epoch", "validation_steps"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
         object.__setattr__(self, "callbacks", _checked_callbacks(self.callbacks))
 
 
@@ -96,9 +96,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_count(name: str, value: Any, required: bool = False) -> None:
-    if value is None and not required:
-        return
+def _check_count(name: str, value: Any) -> None:
     # A NumPy integer is as good as Python's; a bool or 2.0 is a slip of the pen.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"`Run({name}=...)` must be an integer. Received: {name}={_short(value)}.")

@@ -70,13 +70,11 @@ def build(model: Any, first_batch: Any) -> None:
     Args:
         first_batch: a function that returns the first batch; only called where it is needed.
     """
-    layers_built = all(layer.built for layer in layers(model))
-    if not layers_built and not _has_call(model) and all(layer.built for layer in model.layers):
-        # A model of built sub-models, with a step of its own, needs no `call`.
-        model.built = layers_built = True
-    compiled = [model._compile_metrics, model._compile_loss]
-    if not layers_built or not all(thing is None or thing.built for thing in compiled):
-        model._symbolic_build(data_batch=first_batch())
+    if not _built_without_call(model):
+        compiled = [model._compile_metrics, model._compile_loss]
+        parts_built = [thing.built for thing in [*layers(model), *compiled] if thing is not None]
+        if not all(parts_built):
+            model._symbolic_build(data_batch=first_batch())
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
         model._post_build()
@@ -84,18 +82,21 @@ def build(model: Any, first_batch: Any) -> None:
 
 def build_for_prediction(model: Any, first_batch: Any) -> None:
     """Build the layers of a model that is only to predict."""
-    if all(layer.built for layer in layers(model)):
-        return
-    if not _has_call(model) and all(layer.built for layer in model.layers):
-        model.built = True
+    if _built_without_call(model) or all(layer.built for layer in layers(model)):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch())
     with keras.StatelessScope():
         model(x)
 
 
-def _has_call(model: Any) -> bool:
-    return type(model).call is not keras.Model.call
+def _built_without_call(model: Any) -> bool:
+    """Whether this is a model of built sub-models, whose own steps make a `call` superfluous."""
+    if type(model).call is not keras.Model.call or not model._layers:
+        return False
+    if not all(layer.built for layer in layers(model) if layer is not model):
+        return False
+    model.built = True
+    return True
 
 
 def check_compiled(model: Any, method: str) -> None:

@@ -85,6 +85,8 @@ class Runner:
             live.write(arrays)
             self._means = means
             program.proven = True
+            if not self.snapshot:
+                live.snapshot = None
         finally:
             hold.release()
         return result
@@ -98,13 +100,9 @@ class Runner:
 
     def _step_eagerly(self, arrays: list[Any], batch: Any) -> Any:
         live = self.live
-        result, new = run_eagerly(self._step, live, arrays, batch)
-        jax.block_until_ready(new)
-        self.hold.held = True
-        try:
-            live.write(new)
-        finally:
-            self.hold.release()
+        with self.hold.patiently():
+            result, new = run_eagerly(self._step, live, arrays, batch)
+            live.write(jax.block_until_ready(new))
         if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
             self._average_eagerly(result, rows_of(batch))
         return result
@@ -140,16 +138,16 @@ class Runner:
         if program is None:
             _data.check_numbers(batch)
             before = fingerprint(live.model)
-            program = compile_step(
-                self._step,
-                live,
-                arrays,
-                leaves,
-                structure,
-                donate=self.donate,
-                checked=self.checked,
-            )
-            self._programs[shapes] = program
+            with self.hold.patiently():
+                program = self._programs[shapes] = compile_step(
+                    self._step,
+                    live,
+                    arrays,
+                    leaves,
+                    structure,
+                    donate=self.donate,
+                    checked=self.checked,
+                )
             # What the trace itself changed, such as a counter of traces, makes nothing stale.
             live.record.changed_by_traces |= differences(before, fingerprint(live.model))
         return program, tuple(leaves)

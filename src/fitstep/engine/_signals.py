@@ -4,36 +4,78 @@ Python runs a signal's handler between any two bytecodes of the main thread, als
 return of the compiled step and the store of its result, where an exception would lose the model.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import jax
+import jaxlib
+import keras
+import numpy as np
+
+import fitstep
 
 # The signals whose handlers commonly raise: Ctrl-C, termination, alarms (timeouts of tests).
 _WATCHED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
 
+_LIBRARIES = tuple(
+    f"{Path(module.__file__).parent}{os.sep}"
+    for module in (fitstep, jax, jaxlib, keras, np)
+    if module.__file__
+)
+
 
 class Hold:
-    """Defers the user's signal handlers while `held` is true."""
+    """Defers the user's signal handlers while `held` is true.
+
+    Within `patiently` the second signal gets through, so that a step whose Python code never
+    ends can be stopped.
+    """
 
     def __init__(self) -> None:
         self.held = False
+        self._patient = False
         self._pending: list[tuple[int, FrameType | None]] = []
         self._users: dict[int, Callable[..., Any]] = {}
+        self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler that stands in for the user's."""
-        if self.held:
+        if self.held and not (self._patient and self._pending):
             self._pending.append((number, frame))
         else:
+            self._pending.clear()
+            self._deliver(number, frame)
+
+    def _deliver(self, number: int, frame: FrameType | None) -> None:
+        try:
             self._users[number](number, frame)
+        except BaseException as error:
+            self._raised = error
+            raise
+
+    def raise_swallowed(self) -> None:
+        """Raise again what a handler raised, if a library has caught it: the run went on.
+
+        Keras converts logs in a `try` whose bare `except` catches Ctrl-C as well. What the user's
+        own code caught is the user's decision.
+        """
+        error, self._raised = self._raised, None
+        trace = error.__traceback__ if error else None
+        if trace and trace.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            raise error
 
     def install(self) -> None:
         """Stand in front of the user's handlers; also of one installed since the last call."""
+        if self._raised:
+            self.raise_swallowed()
         for number in _WATCHED:
             handler = signal.getsignal(number)
             if handler is not self and callable(handler):
@@ -42,10 +84,18 @@ class Hold:
 
     def release(self) -> None:
         """Stop holding, and deliver what came in the meantime."""
-        self.held = False
-        while self._pending and not self.held:
-            number, frame = self._pending.pop(0)
-            self._users[number](number, frame)
+        self.held = self._patient = False
+        while self._pending:
+            self._deliver(*self._pending.pop(0))
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Hold while Python code runs that must not be left half done."""
+        self._patient = self.held = True
+        try:
+            yield
+        finally:
+            self.release()
 
     def uninstall(self) -> None:
         """Put the user's handlers back, where nobody else has put one."""
@@ -54,29 +104,30 @@ class Hold:
                 signal.signal(number, handler)
 
 
-class NoHold:
+class NoHold(Hold):
     """Off the main thread no signal handler runs, so there is nothing to hold."""
 
-    held = False
-
-    def install(self) -> None: ...
-
-    def release(self) -> None: ...
-
-    def uninstall(self) -> None: ...
+    def install(self) -> None:
+        """Leave the handlers alone: only the main thread may set them."""
 
 
 @contextmanager
-def holding() -> Iterator[Hold | NoHold]:
+def holding() -> Iterator[Hold]:
     """A hold for the duration of a run; restores the user's handlers at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield NoHold()
-        return
-    hold = Hold()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    hold = Hold() if in_main_thread else NoHold()
     try:
         hold.install()
         yield hold
+        hold.raise_swallowed()
     finally:
         hold.held = True
         hold.uninstall()
         hold.release()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold signals while something is built that must not be left half done."""
+    with holding() as hold, hold.patiently():
+        yield
