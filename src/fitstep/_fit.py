@@ -254,6 +254,7 @@ def capture(model: Any) -> State:
         StateError: if a variable has no value.
     """
     live = Live(model, "train")
+    live.relist()
     return live.state(copies(live.read()))
 
 
@@ -265,7 +266,9 @@ def restore(model: Any, state: State) -> None:
     Raises:
         StateError: every name that is missing, unknown, or of another shape or dtype.
     """
-    Live(model, "train").restore(state)
+    live = Live(model, "train")
+    live.relist()
+    live.restore(state)
 
 
 def _check_model(model: Any, function: str) -> None:

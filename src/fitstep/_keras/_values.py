@@ -53,6 +53,11 @@ def trainable_flags(variables: Sequence[Any]) -> list[bool]:
     return [variable._trainable for variable in variables]
 
 
+def kinds(variables: Sequence[Any]) -> tuple[tuple[Any, str], ...]:
+    """Shape and dtype of each variable; `variable.dtype` takes thirty times as long."""
+    return tuple([(variable._shape, variable._dtype) for variable in variables])
+
+
 class StepScope(StatelessScope):
     """Where one step runs: every variable of the model stands for the array the step was given.
 

@@ -48,18 +48,20 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
     Costs about 2 us a layer; asked once a run.
     """
     found: dict[tuple[int, str], Any] = {}
+    classes: set[type] = set()
     for thing in [*_trainer.layers(model), *_trainer.compiled_objects(model)]:
+        classes.add(type(thing))
         found[id(thing), ""] = Same(thing)
         for name, value in vars(thing).items():
             if (name.startswith("_") and name != "_trainable") or name in _OF_THE_LOOP:
                 continue
             if (part := _part(value)) is not None:
                 found[id(thing), name] = part
-        for cls in type(thing).__mro__:
-            if cls is not object and not cls.__module__.startswith(("keras.", "fitstep.")):
-                for name, value in vars(cls).items():
-                    if isinstance(value, types.FunctionType):
-                        found[id(cls), name] = Same(value)
+    for cls in {base for known in classes for base in known.__mro__}:
+        if cls is not object and not cls.__module__.startswith(("keras.", "fitstep.")):
+            for name, value in vars(cls).items():
+                if isinstance(value, types.FunctionType):
+                    found[id(cls), name] = Same(value)
     return found
 
 

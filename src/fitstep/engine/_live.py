@@ -24,14 +24,20 @@ class Record:
     """What outlives a run: the count of steps, the seed, the programs. Dies with the model."""
 
     def __init__(self) -> None:
-        seed = _data.global_seed()
         self.step = Cell(jnp.zeros((), "int32"))
-        self.seed = np.uint32(np.random.SeedSequence(seed).generate_state(1)[0])
+        self.seed = np.uint32(np.random.SeedSequence().generate_state(1)[0])
+        self._global_seed: int | None = None
         self.slots: dict[str, Any] = {}
         self.programs: dict[Any, Any] = {}
         self.fingerprint: Any = None
         self.changed_by_traces: set[Any] = set()
         self.warned: set[str] = set()
+
+    def take_global_seed(self) -> None:
+        """Take over a seed that was given to Keras since the last run."""
+        seed = _data.global_seed()
+        if seed != self._global_seed and seed is not None:
+            self._global_seed, self.seed = seed, np.uint32(seed % 2**32)
 
 
 # By id, since a model may define equality; an entry goes when its model goes.
@@ -79,8 +85,8 @@ def wiring(model: Any, mode: str, step: Cell) -> Wiring:
         places[part] = tuple(place[id(variable)] for variable in listed[part])
     variables.append(step)
     flags = _values.trainable_flags(variables)
-    shapes = tuple((v.shape, v.dtype) for v in variables[:-1])
-    return Wiring(tuple(variables), places, flags, (tuple(places.values()), tuple(flags), shapes))
+    signature = (tuple(places.values()), tuple(flags), _values.kinds(variables[:-1]))
+    return Wiring(tuple(variables), places, flags, signature)
 
 
 class Snapshot(NamedTuple):
@@ -97,21 +103,26 @@ def _device_copies(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Live:
-    """The variables of one run of one mode, and what the engine last wrote to them."""
+    """The variables of one run of one mode, and what the engine last wrote to them.
+
+    The variables are looked up by `relist`, which each epoch begins with.
+    """
 
     def __init__(self, model: Any, mode: str):
         self.model = model
         self.mode = mode
         self.record = record_of(model)
+        self.record.take_global_seed()
         self.snapshot: Snapshot | None = None
         self.updates = 0
-        self.relist()
+        self.wiring = Wiring((), dict.fromkeys(PARTS, ()), [], ())
+        self.last: list[Any] = []
 
     def relist(self) -> None:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
         self.wiring = wiring(self.model, self.mode, self.record.step)
         _place_like(self.wiring.variables[:-1], self.record.step)
-        self.last: list[Any] = [None] * len(self.wiring.variables)
+        self.last = [None] * len(self.wiring.variables)
         self.owns_metrics = False
         self._names: list[str] | None = None
 

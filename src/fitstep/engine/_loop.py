@@ -130,6 +130,7 @@ def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
         live = Live(model, mode)
         runner = Runner(step, live, hold)
         try:
+            runner.begin_epoch()
             result = runner.step(batch)
             return tree.map_structure(np.array, result) if mode == "predict" else result
         except BaseException as error:

@@ -38,15 +38,17 @@ class Runner:
         self.donate = donate and self.compiled and not self.checked
         self.snapshot = snapshot
         self._wiring: Any = None
-        _drop_stale(live.record, fingerprint(live.model))
-        self.begin_epoch()
-
-    def begin_epoch(self) -> None:
-        """Start averages anew; the next step's inputs become the snapshot."""
-        self.live.relist()
         self._extras: tuple[str, ...] = ()
         self._means: Any = ()
         self._averaged: set[str] = set()
+        self._keep_next = snapshot
+        _drop_stale(live.record, fingerprint(live.model))
+
+    def begin_epoch(self) -> None:
+        """Look up the variables and start averages anew; the next inputs become the snapshot."""
+        self.live.relist()
+        self._extras, self._means = (), ()
+        self._averaged.clear()
         self._keep_next = self.snapshot
 
     def step(self, batch: Any) -> Any:
