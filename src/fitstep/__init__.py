@@ -71,5 +71,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_backend.choose_jax()
+if not _backend.is_command():  # which says it in one line, and answers --help whatever is live
+    _backend.choose_jax()
 _backend.register_when_keras_is_there()

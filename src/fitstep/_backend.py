@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from fitstep._errors import BackendError
@@ -39,6 +40,13 @@ def choose_jax() -> None:
             f"fitstep needs Keras on JAX, but the environment variable {VARIABLE} asks for "
             f"{asked!r}. Start Python with {VARIABLE}=jax."
         )
+
+
+def is_command() -> bool:
+    """Whether this process is the command `fitstep`, which checks the backend itself."""
+    return Path(sys.argv[0]).stem == "fitstep" or (
+        sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "fitstep"
+    )
 
 
 def _origin(live: str) -> str:

@@ -6,7 +6,7 @@ model tells whether its programs are still those of the model.
 
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +42,13 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Attribute(NamedTuple):
+    """An attribute of an object, and whether it hides one of its class."""
+
+    value: Any
+    hides: bool
+
+
 def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
     """What the programs of a model depend on, by object and attribute.
 
@@ -56,7 +63,7 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
             if (name.startswith("_") and name != "_trainable") or name in _OF_THE_LOOP:
                 continue
             if (part := _part(value)) is not None:
-                found[id(thing), name] = part
+                found[id(thing), name] = Attribute(part, hasattr(type(thing), name))
     for cls in {base for known in classes for base in known.__mro__}:
         if cls is not object and not cls.__module__.startswith(("keras.", "fitstep.")):
             for name, value in vars(cls).items():
@@ -78,5 +85,14 @@ def _part(value: Any) -> Any:
 
 
 def differences(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
-    """The objects and attributes that two fingerprints do not share."""
-    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    """What has changed between two fingerprints.
+
+    An attribute that is new, and hides none of the class, cannot have been baked in: Keras adds
+    some when it saves a model.
+    """
+    added = {
+        key
+        for key in after.keys() - before.keys()
+        if not isinstance(after[key], Attribute) or after[key].hides
+    }
+    return added | {key for key, value in before.items() if after.get(key) != value}
