@@ -47,6 +47,14 @@ def run(
                 f"outside the model keeps it, e.g. a list or a global variable."
             )
             raise
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            if scope.reads:
+                error.add_note(
+                    f"fitstep: `{method}` read {', '.join(sorted(scope.reads))} through a handle. "
+                    f"While a step is traced such a value stands for those of every later step. "
+                    f"Compute with it as an array (`keras.ops`, `jax.numpy`)."
+                )
+            raise
         except ValueError as error:
             if "unpack" in str(error) and len(batch) == 3:
                 error.add_note(

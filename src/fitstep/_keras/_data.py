@@ -88,6 +88,65 @@ class Arrays(ArrayDataAdapter):
             yield copied(batch) if isinstance(rows, slice) else batch
 
 
+class Generated(DataAdapter):
+    """A Python generator, of which no batch is drawn before a step needs it.
+
+    Keras's adapter draws two at once.
+    """
+
+    def __init__(self, generator: Iterator[Any]):
+        self._generator = generator
+        self._waiting: list[Any] = []
+        self.peek()
+
+    def peek(self) -> Any:
+        """The first batch, which stays the next one to be drawn."""
+        if not self._waiting:
+            for batch in self._generator:
+                self._waiting.append(copied(_checked_tuple(batch)))
+                break
+            else:
+                raise DataError(
+                    "The generator is empty. It must yield at least one batch, a tuple (x,), "
+                    "(x, y) or (x, y, sample_weight)."
+                )
+        return self._waiting[0]
+
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        yield from data_adapter_utils.get_jax_iterator(self._draw())
+
+    def _draw(self) -> Iterator[Any]:
+        while self._waiting:
+            yield self._waiting.pop()
+        for batch in self._generator:
+            yield copied(_checked_tuple(batch))
+
+    @property
+    def num_batches(self) -> None:
+        return None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+
+def _checked_tuple(batch: Any) -> tuple[Any, ...]:
+    if not isinstance(batch, tuple):
+        raise DataError(
+            "A generator must yield tuples: (x,), (x, y) or (x, y, sample_weight). "
+            f"Received: {batch!r:.80} of type {type(batch).__name__}."
+        )
+    return batch
+
+
 class CopiedBatches(DataAdapter):
     """Another adapter, whose batches are copied as they are drawn."""
 
@@ -131,6 +190,10 @@ class Batches(JAXEpochIterator):
 
     def first_batch(self) -> Any:
         """The first batch, for building the model; the next epoch starts from it again."""
+        if isinstance(self.data_adapter, Generated):
+            first = self.data_adapter.peek()
+            check_numbers(first)
+            return next(iter(data_adapter_utils.get_jax_iterator([first])))
         for batch in self._get_iterator():
             check_numbers(batch)
             self.reset()
@@ -174,11 +237,10 @@ def batches(
             rng=rng() if shuffle and rng else None,
         ).shuffled_by(shuffle)
     else:
-        if isinstance(x, types.GeneratorType):
-            # Before Keras looks ahead: two batches in one buffer would be the same batch.
-            x = (copied(batch) for batch in x)
+        is_generator = isinstance(x, types.GeneratorType)
+        # Keras checks the other arguments, but would draw two batches of a generator at once.
         adapter = data_adapters.get_data_adapter(
-            x=x,
+            x=(batch for batch in [(np.zeros(1),)]) if is_generator else x,
             y=y,
             sample_weight=sample_weight,
             batch_size=batch_size,
@@ -186,8 +248,7 @@ def batches(
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        if not isinstance(x, types.GeneratorType):
-            adapter = CopiedBatches(adapter)
+        adapter = Generated(x) if is_generator else CopiedBatches(adapter)
     return Batches(adapter, steps_per_epoch=steps, shuffle=False)
 
 

@@ -74,10 +74,21 @@ def build(model: Any, first_batch: Any) -> None:
         compiled = [model._compile_metrics, model._compile_loss]
         parts_built = [thing.built for thing in [*layers(model), *compiled] if thing is not None]
         if not all(parts_built):
-            model._symbolic_build(data_batch=first_batch())
+            _build_symbolically(model, first_batch())
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
         model._post_build()
+
+
+def _build_symbolically(model: Any, batch: Any) -> None:
+    """Let Keras build the model on a batch; an error of the user's code comes as it was raised."""
+    try:
+        model._symbolic_build(data_batch=batch)
+    except RuntimeError as error:
+        if error.__context__ is None:
+            raise
+        error.__context__.add_note(f"fitstep: {str(error).splitlines()[0]}")
+        raise error.__context__ from None
 
 
 def build_for_prediction(model: Any, first_batch: Any) -> None:

@@ -71,6 +71,7 @@ class StepScope(StatelessScope):
         )
         self.names = {id(v): name for v, name in zip(variables, names, strict=True)}
         self.trace = core.get_opaque_trace_state()
+        self.reads: set[str] = set()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -104,6 +105,17 @@ def _scope_without(variable: Any) -> StepScope | None:
     return step
 
 
+def _refuse_numbers(variable: Any) -> None:
+    """Say that a traced variable has no numbers yet, by its name; JAX would not know it."""
+    if isinstance(variable._value, jax.core.Tracer):
+        name = _active.scope.names[id(variable)]
+        raise StateError(
+            f"`{name}` was turned into numbers in the step, but while a step is traced it stands "
+            f"for the values of every later step. Compute with it as an array (`keras.ops`, "
+            f"`jax.numpy`), or read it in a callback."
+        )
+
+
 @functools.cache
 def _bound_class(variable_class: type) -> type:
     """A variable class that says when a step touches a variable where it cannot be followed."""
@@ -121,6 +133,8 @@ def _bound_class(variable_class: type) -> type:
                     f"reach it. Use the argument that the function was given, or call the layer "
                     f"inside `stateless_call`."
                 )
+            if step:
+                step.reads.add(step.names[id(self)])
             return variable_class.value.fget(self)  # type: ignore[attr-defined]
 
         def assign(self, value: Any) -> Any:
@@ -134,6 +148,26 @@ def _bound_class(variable_class: type) -> type:
                     f"`compute_metrics`."
                 )
             return super().assign(value)
+
+        def numpy(self) -> Any:
+            _refuse_numbers(self)
+            return super().numpy()
+
+        def __array__(self, *args: Any, **kwargs: Any) -> Any:
+            _refuse_numbers(self)
+            return super().__array__(*args, **kwargs)
+
+        def __float__(self) -> float:
+            _refuse_numbers(self)
+            return super().__float__()
+
+        def __int__(self) -> int:
+            _refuse_numbers(self)
+            return super().__int__()
+
+        def __bool__(self) -> bool:
+            _refuse_numbers(self)
+            return super().__bool__()
 
     Bound.__name__, Bound.__qualname__ = variable_class.__name__, variable_class.__qualname__
     return Bound

@@ -228,13 +228,21 @@ class Live:
         _values.unbound(variables)
         arrays = _values.read(variables)
         for i, array in enumerate(arrays):
-            if isinstance(array, jax.core.Tracer) and self.last[i] is not None:
+            if not _is_whole(array) and _is_whole(self.last[i]):
                 arrays[i] = self.last[i]
-        _values.write(variables, arrays)
-        if all(map(_is_whole, arrays)):
+        broken = {i for i, array in enumerate(arrays) if not _is_whole(array)}
+        if not broken:
+            _values.write(variables, arrays)
             return None
         if self.snapshot is None:
             return "the step failed while it ran and no snapshot was kept: assign new weights"
+        kept = dict(zip(map(id, self.snapshot.variables), self.snapshot.arrays, strict=True))
+        if broken <= set(self.wiring.places["metrics"]):
+            # Such as after an `evaluate` of Keras's own that failed within a callback.
+            for i in broken:
+                arrays[i] = kept.get(id(variables[i]))
+            _values.write(variables, arrays)
+            return None
         _values.write(self.snapshot.variables, self.snapshot.arrays)
         self.last = [None] * len(variables)
         return (
@@ -292,7 +300,9 @@ def copies(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _is_whole(array: Any) -> bool:
-    if not isinstance(array, jax.Array) or array.is_deleted():
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return False
+    if array.is_deleted():
         return False
     try:
         array.block_until_ready()

@@ -71,67 +71,119 @@ def run_eagerly(step: Step, live: Live, arrays: list[Any], batch: Any) -> tuple[
     return result, [*new, arrays[-1] + 1 if live.mode == "train" else arrays[-1]]
 
 
-def compile_step(
-    step: Step,
-    live: Live,
-    arrays: list[Any],
-    leaves: list[Any],
-    structure: Any,
-    *,
-    donate: bool,
-    checked: bool,
-) -> Program:
-    """Trace the model's step once, check what it returns, and compile it.
+class Trace:
+    """The model's step, traced once for one shape of batch; what it returns is checked.
 
     Args:
         step: the pure step, as `Step` says.
         arrays: the arrays of the variables; only their shapes, dtypes and shardings count.
         leaves, structure: the batch, flattened.
         donate: whether the program may overwrite its inputs.
+
+    Attributes:
+        function: what was traced, `(given up, kept, means, batch) -> (new, result, means)`.
+        written: the places of the arrays that come back.
+        log_names: the names of the logs, sorted.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        live: Live,
+        arrays: list[Any],
+        leaves: list[Any],
+        structure: Any,
+        *,
+        donate: bool,
+    ):
+        self.live, self.arrays, self.leaves, self.structure = live, arrays, leaves, structure
+        wires, record, mode, count = live.wires(), live.record, live.mode, len(arrays)
+        self.given_up = given_up = _given_up(live) if donate else []
+        self.kept = kept = [i for i in range(count) if i not in set(given_up)]
+        self.written: list[int] = []
+        self.log_names: list[str] = []
+
+        def function(given: Any, left: Any, means: Any, batch: Any) -> Any:
+            inputs = _placed(count, (given_up, given), (kept, left))
+            state = wires.state(inputs, inputs[-1], record.seed, dict(record.slots))
+            batch = jax.tree.unflatten(structure, batch)
+            result, new = step(live.model, mode, wires, state, inputs[:-1], batch)
+            new = [*new, inputs[-1] + 1 if mode == "train" else inputs[-1]]
+            # What is given up must come back; of the rest only what the step has changed.
+            self.written = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
+            if mode != "predict":
+                self.log_names = sorted(result)
+                result = {name: jnp.asarray(result[name]) for name in self.log_names}
+            return tuple(new[i] for i in self.written), result, means
+
+        self.function = function
+        self.donated = (0, 2) if donate else ()
+        self.inputs = (
+            tuple(arrays[i] for i in given_up),
+            tuple(arrays[i] for i in kept),
+            tuple(leaves),
+        )
+        given, left, batch = self.inputs
+        self.traced = jax.jit(function, donate_argnums=self.donated).trace(given, left, (), batch)
+
+    def extras(self) -> tuple[str, ...]:
+        """The logs of the user's own step that are no metrics; warns of ignored weights.
+
+        Raises:
+            StateError: if one of them is no scalar.
+        """
+        method = METHODS[self.live.mode]
+        if not self.log_names or _trainer.is_stock(self.live.model, method):
+            return ()
+        jaxpr = self.traced.jaxpr.jaxpr
+        new = dict(zip(self.written, jaxpr.outvars, strict=False))
+        logs = jaxpr.outvars[len(self.written) :]
+        inputs = dict(zip([*self.given_up, *self.kept], jaxpr.invars, strict=False))
+        flow, places = Dataflow(jaxpr), self.live.wiring.places
+        # Metrics that the step leaves alone do not come back: they are still its inputs.
+        metrics = [new.get(i, inputs[i]) for i in set(places["metrics"])]
+        extras = tuple(
+            name
+            for name, log in zip(self.log_names, logs, strict=True)
+            if not flow.depends_only_on(log, metrics)
+        )
+        check_scalars(self.traced.out_info[1], extras, method)
+        batch = jax.tree.unflatten(self.structure, jaxpr.invars[len(inputs) :])
+        weights = jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(batch)[2])
+        results = logs
+        if self.live.mode == "train":
+            results = [new[i] for i in places["trainable"] if i in new]
+        if weights and not any(flow.depends_on(result, weights) for result in results):
+            warnings.warn(_IGNORED_WEIGHTS.format(method=method), stacklevel=2)
+        return extras
+
+
+_IGNORED_WEIGHTS = (
+    "The data has sample weights (`sample_weight` or `class_weight`), but `{method}` makes no use "
+    "of them: they have no effect. Unpack them with `keras.utils.unpack_x_y_sample_weight(data)` "
+    "and pass them to the loss, e.g. `self.compute_loss(x, y, y_pred, sample_weight)`."
+)
+
+
+def compile_step(trace: Trace, *, checked: bool) -> Program:
+    """Compile a traced step, with the running means of those of its logs that are no metrics.
+
+    Args:
         checked: whether JAX is to look for NaN in the results, which it does for functions that
             it compiles itself, running them again op by op to find the place.
     """
-    wires, record, mode = live.wires(), live.record, live.mode
-    count = len(arrays)
-    given_up = _given_up(live) if donate else []
-    kept = [i for i in range(count) if i not in set(given_up)]
-    written: list[int] = []
-    log_names: list[str] = []
-
-    def traced_step(given: Any, left: Any, means: Any, batch: Any) -> Any:
-        inputs = _placed(count, (given_up, given), (kept, left))
-        state = wires.state(inputs, inputs[-1], record.seed, dict(record.slots))
-        batch = jax.tree.unflatten(structure, batch)
-        result, new = step(live.model, mode, wires, state, inputs[:-1], batch)
-        new = [*new, inputs[-1] + 1 if mode == "train" else inputs[-1]]
-        # What is given up must come back; of the rest only what the step has changed.
-        written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
-        if mode != "predict":
-            log_names[:] = sorted(result)
-            result = {name: jnp.asarray(result[name]) for name in log_names}
-        return tuple(new[i] for i in written), result, means
-
-    donated = (0, 2) if donate else ()
-    given, left = tuple(arrays[i] for i in given_up), tuple(arrays[i] for i in kept)
-    traced = jax.jit(traced_step, donate_argnums=donated).trace(given, left, (), tuple(leaves))
-    extras: tuple[str, ...] = ()
-    method = METHODS[mode]
-    if log_names and not _trainer.is_stock(live.model, method):
-        facts = _Facts(live, traced.jaxpr.jaxpr, [*given_up, *kept], written, structure)
-        extras = facts.extras(log_names)
-        check_scalars(traced.out_info[1], extras, method)
-        if facts.ignores_weights():
-            warnings.warn(_IGNORED_WEIGHTS.format(method=method), stacklevel=2)
+    given, left, batch = trace.inputs
+    extras = trace.extras()
+    layout = (trace.given_up, trace.kept, trace.written, extras)
     distributed = keras.distribution.distribution() is not None
     if not (extras or distributed or checked):
-        return Program(traced.lower().compile(), given_up, kept, written, extras)
-
-    rows = rows_of(jax.tree.unflatten(structure, leaves))
-    outputs, jaxpr = jax.tree.structure(traced.out_info), jaxpr_as_fun(traced.jaxpr)
+        return Program(trace.traced.lower().compile(), *layout)
+    rows = rows_of(jax.tree.unflatten(trace.structure, trace.leaves))
+    outputs, jaxpr = jax.tree.structure(trace.traced.out_info), jaxpr_as_fun(trace.traced.jaxpr)
 
     def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
         if checked:
-            new, result, _ = traced_step(given, left, (), batch)
+            new, result, _ = trace.function(given, left, (), batch)
         else:  # the trace that is there already
             flat = jaxpr(*jax.tree.leaves((given, left, batch)))
             new, result, _ = jax.tree.unflatten(outputs, flat)
@@ -139,13 +191,14 @@ def compile_step(
             means = _means.updated_means(means, [result[name] for name in extras], rows)
         return new, result, means
 
-    shardings = (tuple(arrays[i].sharding for i in written), None, None) if distributed else None
-    program = jax.jit(step_with_means, donate_argnums=donated, out_shardings=shardings)
+    shardings = None
+    if distributed:
+        shardings = (tuple(trace.arrays[i].sharding for i in trace.written), None, None)
+    program = jax.jit(step_with_means, donate_argnums=trace.donated, out_shardings=shardings)
     if checked:
-        return Program(program, given_up, kept, written, extras)
+        return Program(program, *layout)
     means = _means.no_means(len(extras)) if extras else ()
-    compiled = program.lower(given, left, means, tuple(leaves)).compile()
-    return Program(compiled, given_up, kept, written, extras)
+    return Program(program.lower(given, left, means, batch).compile(), *layout)
 
 
 def _placed(count: int, *groups: tuple[Sequence[int], Sequence[Any]]) -> list[Any]:
@@ -163,49 +216,3 @@ def _given_up(live: Live) -> list[int]:
     if live.mode == "test":
         return sorted(set(live.wiring.places["metrics"]))
     return list(range(len(live.wiring.variables)))
-
-
-_IGNORED_WEIGHTS = (
-    "The data has sample weights (`sample_weight` or `class_weight`), but `{method}` makes no use "
-    "of them: they have no effect. Unpack them with `keras.utils.unpack_x_y_sample_weight(data)` "
-    "and pass them to the loss, e.g. `self.compute_loss(x, y, y_pred, sample_weight)`."
-)
-
-
-class _Facts:
-    """What the jaxpr of a user's own step tells about its logs and its sample weights."""
-
-    def __init__(
-        self, live: Live, jaxpr: Any, inputs: list[int], written: list[int], structure: Any
-    ):
-        self.live, self.jaxpr, self.inputs, self.written = live, jaxpr, inputs, written
-        self.structure = structure
-        self.flow = Dataflow(jaxpr)
-        self.new = dict(zip(written, jaxpr.outvars, strict=False))
-        self.logs = jaxpr.outvars[len(written) :]
-
-    def extras(self, log_names: list[str]) -> tuple[str, ...]:
-        """The logs that are no metrics, which depend on the metrics' new state alone."""
-        # Metrics that the step leaves alone do not come back: they are still its inputs.
-        ends = [
-            self.new[i] if i in self.new else self.jaxpr.invars[self.inputs.index(i)]
-            for i in set(self.live.wiring.places["metrics"])
-        ]
-        return tuple(
-            name
-            for name, log in zip(log_names, self.logs, strict=True)
-            if not self.flow.depends_only_on(log, ends)
-        )
-
-    def ignores_weights(self) -> bool:
-        """Whether there are sample weights that reach neither the update nor, in a test, a log."""
-        batch = self.jaxpr.invars[len(self.inputs) :]
-        data = jax.tree.unflatten(self.structure, batch)
-        weights = jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(data)[2])
-        if not weights:
-            return False
-        results = self.logs
-        if self.live.mode == "train":
-            trainable = self.live.wiring.places["trainable"]
-            results = [self.new[i] for i in trainable if i in self.new]
-        return not any(self.flow.depends_on(result, weights) for result in results)

@@ -11,7 +11,7 @@ from fitstep._state import METHODS, check_scalars
 from fitstep.engine import _live, _means
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
-from fitstep.engine._program import Program, Step, compile_step, rows_of, run_eagerly
+from fitstep.engine._program import Program, Step, Trace, compile_step, rows_of, run_eagerly
 
 
 class Runner:
@@ -41,6 +41,8 @@ class Runner:
         self._extras: tuple[str, ...] = ()
         self._means: Any = ()
         self._averaged: set[str] = set()
+        self._examined = False
+        self._extras_of_trace: set[str] | None = None
         self._keep_next = snapshot
         _drop_stale(live.record, fingerprint(live.model))
 
@@ -71,7 +73,7 @@ class Runner:
         careful = not (self.donate and program.proven)
         if self.donate and (self._keep_next or not program.proven):
             # The program gets copies; what it could destroy stays as the snapshot.
-            live.keep(arrays)
+            live.keep(list(arrays))
             self._keep_next = False
             given = tuple(_live.copies(given))
         hold.held = True
@@ -105,20 +107,35 @@ class Runner:
         with self.hold.patiently():
             result, new = run_eagerly(self._step, live, arrays, batch)
             live.write(jax.block_until_ready(new))
-        if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
-            self._average_eagerly(result, rows_of(batch))
+            if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
+                self._average_eagerly(result, arrays, batch)
         return result
 
-    def _average_eagerly(self, logs: dict[str, Any], rows: int) -> None:
-        """Without a program to look into, a log is a metric while it equals one's result."""
+    def _average_eagerly(self, logs: dict[str, Any], arrays: list[Any], batch: Any) -> None:
+        """Average what is no metric, as a program would do it."""
         results = jax.tree.leaves(self.live.model.get_metrics_result())
-        extras = [name for name, value in logs.items() if not _equals_one(value, results)]
+        extras = {name for name, value in logs.items() if not _equals_one(value, results)}
+        has_weights = len(batch) == 3 if isinstance(batch, tuple) else False
+        if (extras or has_weights) and not self._examined:
+            self._examined, self._extras_of_trace = True, self._traced_extras(arrays, batch)
+        # What cannot be traced, since it wants concrete values, is judged by its values alone.
+        if self._extras_of_trace is not None:
+            extras &= self._extras_of_trace
         check_scalars(logs, extras, METHODS[self.live.mode])
         names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
         if names != self._extras:
             self._extras, self._means = names, _means.no_means(len(names))
-        self._means = _means.updated_means(self._means, [logs[name] for name in names], rows)
-        self._averaged.update(extras)
+        values = [logs[name] for name in names]
+        self._means = _means.updated_means(self._means, values, rows_of(batch))
+        self._averaged |= extras
+
+    def _traced_extras(self, arrays: list[Any], batch: Any) -> set[str] | None:
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, batch))
+        try:
+            trace = Trace(self._step, self.live, arrays, leaves, structure, donate=False)
+        except Exception:  # noqa: BLE001 - eager steps may do what no trace can
+            return None
+        return set(trace.extras())
 
     def _program(self, arrays: list[Any], batch: Any) -> tuple[Program, tuple[Any, ...]]:
         live = self.live
@@ -141,15 +158,8 @@ class Runner:
             _data.check_numbers(batch)
             before = fingerprint(live.model)
             with self.hold.patiently():
-                program = self._programs[shapes] = compile_step(
-                    self._step,
-                    live,
-                    arrays,
-                    leaves,
-                    structure,
-                    donate=self.donate,
-                    checked=self.checked,
-                )
+                trace = Trace(self._step, live, arrays, leaves, structure, donate=self.donate)
+                program = self._programs[shapes] = compile_step(trace, checked=self.checked)
             # What the trace itself changed, such as a counter of traces, makes nothing stale.
             live.record.changed_by_traces |= differences(before, fingerprint(live.model))
         return program, tuple(leaves)
