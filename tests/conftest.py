@@ -5,9 +5,9 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import keras  # noqa: E402 - the backend is chosen above
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import keras
+import numpy as np
+import pytest
 
 
 @pytest.fixture(autouse=True)
