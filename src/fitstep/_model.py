@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from fitstep import _fit
-from fitstep._keras import _saving
+from fitstep._keras import _saving, _trainer
 from fitstep._keras._trainer import StockTrainer
 
 
@@ -126,6 +126,11 @@ class Trainer(StockTrainer):
             callbacks=callbacks,
             steps_per_execution=steps_per_execution,
         )
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compile a loaded model as Keras does, also one that has no `call`."""
+        super().compile_from_config(config)
+        _trainer.build_optimizer_without_call(self)
 
     def train_on_batch(
         self,

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import keras
 import numpy as np
 
 from fitstep._errors import StateError
@@ -299,7 +300,7 @@ def _check_names(expected: Mapping, received: Mapping, part: str, method: str) -
 
 def _checked(value: Any, expected: Any, part: str, name: str, method: str) -> Any:
     """`value` as an array like `expected`, whose dtype is strong, or an error that names it."""
-    if hasattr(value, "_keras_history") or (
+    if isinstance(value, keras.KerasTensor) or (
         not hasattr(value, "dtype") and not isinstance(value, int | float | bool | complex)
     ):
         raise StateError(

@@ -13,6 +13,7 @@ import jax
 
 from fitstep._errors import StateError
 from fitstep._keras import _trainer, _values
+from fitstep._leaks import Leaks
 from fitstep._state import METHODS, PARTS, State, Wires, check_logs, check_result, merge
 
 
@@ -32,7 +33,7 @@ def run(
     """
     method = METHODS[mode]
     with contextlib.ExitStack() as stack:
-        before = _attributes(model)
+        leaks = Leaks(model)
         scope = stack.enter_context(_values.bound(wires.variables, arrays, wires.names))
         given = [scope.get_current_value(variable) for variable in wires.variables]
         trainable = [wires.variables[i] for i in wires.places["trainable"]]
@@ -69,7 +70,12 @@ def run(
         after = merge(state, new_state, method, made)
         updates = [scope.get_current_value(variable) for variable in wires.variables]
     merged = _with_updates(wires, arrays, given, updates, after, method)
-    _refuse_leaks(model, before, method)
+    if kept := leaks.take_away():
+        raise StateError(
+            f"`{method}` stored a traced value in `{'`, `'.join(kept)}`. It has no value once the "
+            f"step is compiled. Return it in the logs, keep it in a variable of the model, or use "
+            f"a local name."
+        )
     return result, merged
 
 
@@ -107,56 +113,3 @@ def _with_updates(
             )
         merged[i] = new
     return merged
-
-
-def _attributes(model: Any) -> list[tuple[str, Any, dict[str, Any]]]:
-    """The attributes of the model's objects, to see afterwards what a trace left there."""
-    layers = [
-        (layer.name, layer, dict(vars(layer)))
-        for layer in _trainer.layers(model)
-        if layer is not model and not type(layer).__module__.startswith("keras.")
-    ]
-    return [("self", model, dict(vars(model))), *layers]
-
-
-# Where Keras itself puts traced losses during a step, and takes them away again.
-_KERAS_OWN = frozenset({"_losses", "_losses_override", "_loss_ids"})
-
-
-def _refuse_leaks(model: Any, before: list[tuple[str, Any, dict[str, Any]]], method: str) -> None:
-    """Find traced values that the step left on the model, and take them away.
-
-    Raises:
-        StateError: the name of the attribute.
-    """
-    leaks = []
-    for owner, thing, attributes in before:
-        for name, value in list(vars(thing).items()):
-            if name in _KERAS_OWN or not _holds_tracer(value):
-                continue
-            leaks.append(f"{owner}.{name}")
-            if name in attributes and attributes[name] is not value:
-                vars(thing)[name] = attributes[name]
-            elif isinstance(value, list):
-                value[:] = [item for item in value if not _holds_tracer(item)]
-            elif isinstance(value, dict):
-                for key in [key for key, item in value.items() if _holds_tracer(item)]:
-                    del value[key]
-            else:
-                del vars(thing)[name]
-    if leaks:
-        raise StateError(
-            f"`{method}` stored a traced value in `{'`, `'.join(leaks)}`. It has no value once "
-            f"the step is compiled. Return it in the logs, keep it in a variable of the model, or "
-            f"use a local name."
-        )
-
-
-def _holds_tracer(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, jax.core.Tracer):
-        return True
-    if depth and isinstance(value, list | tuple | set):
-        return any(_holds_tracer(item, depth - 1) for item in list(value))
-    if depth and isinstance(value, dict):
-        return any(_holds_tracer(item, depth - 1) for item in list(value.values()))
-    return False

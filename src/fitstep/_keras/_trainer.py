@@ -9,7 +9,7 @@ import keras
 from keras.src.backend.config import max_epochs
 from keras.src.utils.python_utils import is_default, pythonify_logs
 
-from fitstep._errors import OptimizerError
+from fitstep._errors import OptimizerError, StateError
 
 
 def _stock_trainer() -> type:
@@ -100,12 +100,29 @@ def build_for_prediction(model: Any, first_batch: Any) -> None:
         model(x)
 
 
+def build_optimizer_without_call(model: Any) -> None:
+    """After loading: give the optimizer of a model without `call` its slots, which Keras omits."""
+    unbuilt_parts = [layer for layer in layers(model) if layer is not model and not layer.built]
+    if getattr(model, "optimizer", None) is None or model.optimizer.built or unbuilt_parts:
+        return
+    if _built_without_call(model):
+        model.optimizer.build(model.trainable_variables)
+
+
 def _built_without_call(model: Any) -> bool:
-    """Whether this is a model of built sub-models, whose own steps make a `call` superfluous."""
-    if type(model).call is not keras.Model.call or not model._layers:
+    """Whether this is a model whose own steps make a `call` superfluous; its parts are built.
+
+    Raises:
+        StateError: names the parts that are not.
+    """
+    if type(model).call is not keras.Model.call or not (model.layers or model.variables):
         return False
-    if not all(layer.built for layer in layers(model) if layer is not model):
-        return False
+    if unbuilt := [layer.name for layer in layers(model) if layer is not model and not layer.built]:
+        raise StateError(
+            f"`{type(model).__name__}` has no `call` from which it could be built, so its parts "
+            f"must be built before. Not built: {', '.join(unbuilt)}. Call each on some data, or "
+            f"its `build` with an input shape."
+        )
     model.built = True
     return True
 

@@ -136,6 +136,8 @@ def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
         except BaseException as error:
             _settle(runner, error)
             raise
+        finally:
+            _trainer.unmark_nested(model)
 
 
 @dataclass(frozen=True)
