@@ -187,7 +187,8 @@ def predict(
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
     with uninterrupted():
         _trainer.build_for_prediction(model, batches.first_batch)
-    batches.reset()
+    if batches.peeked:
+        batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     stride = _stride(model, steps_per_execution)
     return _loop.predict(

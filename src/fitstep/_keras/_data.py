@@ -183,20 +183,22 @@ class CopiedBatches(DataAdapter):
 class Batches(JAXEpochIterator):
     """Keras's iterator over one epoch after another, one batch a step."""
 
+    peeked = False
+
     def _get_iterator(self) -> Iterator[Any]:
         if keras.distribution.distribution() is None and jax.default_backend() == "cpu":
             return self.data_adapter.get_jax_iterator()
         return super()._get_iterator()
 
     def first_batch(self) -> Any:
-        """The first batch, for building the model; the next epoch starts from it again."""
+        """The first batch, for building the model; after a `reset` it is drawn again."""
+        self.peeked = True
         if isinstance(self.data_adapter, Generated):
             first = self.data_adapter.peek()
             check_numbers(first)
             return next(iter(data_adapter_utils.get_jax_iterator([first])))
         for batch in self._get_iterator():
             check_numbers(batch)
-            self.reset()
             return batch
         raise DataError("The data has no batch: `x` is empty. Give at least one row.")
 
@@ -224,7 +226,7 @@ def batches(
     if isinstance(x, DataAdapter):
         pass
     elif can_convert_arrays((x, y, sample_weight)):
-        rows = [len(a) if hasattr(a, "__len__") else a.shape[0] for a in _leaves((x, y))]
+        rows = [array.shape[0] for array in tree.flatten((x, y)) if array is not None]
         if not rows or 0 in rows:
             raise DataError(f"`x` and `y` must have at least one row. Received rows: {rows}.")
         adapter = Arrays(
@@ -268,10 +270,6 @@ def _as_array(leaf: Any) -> Any:
     if data_adapter_utils.is_scipy_sparse(leaf):
         return data_adapter_utils.scipy_sparse_to_jax_sparse(leaf)
     return np.array(leaf)
-
-
-def _leaves(structure: Any) -> list[Any]:
-    return [leaf for leaf in tree.flatten(structure) if leaf is not None]
 
 
 def check_numbers(batch: Any) -> None:

@@ -32,6 +32,8 @@ class Record:
         self.fingerprint: Any = None
         self.changed_by_traces: set[Any] = set()
         self.warned: set[str] = set()
+        # The runs that are under way, the innermost last.
+        self.running: list[Live] = []
 
     def take_global_seed(self) -> None:
         """Take over a seed that was given to Keras since the last run."""
@@ -211,6 +213,11 @@ class Live:
         """Let the metrics read what the steps made of them, whatever was written meanwhile."""
         if self.changed_metrics():
             self.read()
+
+    def end_epoch(self) -> None:
+        """Put the epoch's own metrics in place for the last time; a validation may have them."""
+        self.write_back()
+        self.owns_metrics = False
 
     def keep(self, arrays: list[Any]) -> None:
         """Keep these arrays as the snapshot: they are whole, and no program will be given them."""

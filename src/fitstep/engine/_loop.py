@@ -1,7 +1,8 @@
 """The loops of training, evaluation and prediction: flat, in the order that Keras's have."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,63 +42,48 @@ def train(
 ) -> None:
     """Train; `validate` returns the logs of a validation after an epoch, or None for none."""
     model, callbacks = run.model, run.callbacks
-    with holding() as hold:
-        live = Live(model, "train")
-        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+    with _running(run, "train") as runner:
         model.stop_training = False
         logs: dict[str, Any] = {}
-        try:
-            # 1. The callbacks begin; one of them may set the epoch to start from.
-            callbacks.on_train_begin()
-            for epoch in range(_trainer.first_epoch(model, initial_epoch), epochs):
-                # 2. Metrics start anew, and callbacks may still change anything.
-                model.reset_metrics()
-                callbacks.on_epoch_begin(epoch)
-                # 3. The steps. What the variables hold now is the snapshot.
-                runner.begin_epoch()
-                step_logs = _epoch(run, runner, _TRAIN)
-                if step_logs is None and epoch > initial_epoch:
-                    # The source is exhausted, of which Keras has warned.
-                    break
-                # 4. The logs of the epoch, read once its steps are done.
-                logs = _epoch_logs(runner, step_logs)
-                # 5. Validation, which takes over the metrics.
-                validation = validate(epoch) or {}
-                logs |= {f"val_{name}": value for name, value in validation.items()}
-                # 6. The callbacks see the epoch; one of them may stop the training.
-                callbacks.on_epoch_end(epoch, logs)
-                if model.stop_training:
-                    break
-            # 7. The optimizer puts final values (averages) in place, the callbacks end.
-            if epochs > 0:
-                _trainer.finalize(model)
-            callbacks.on_train_end(logs)
-        except BaseException as error:
-            _settle(runner, error)
-            raise
-        finally:
-            _trainer.unmark_nested(model)
+        # 1. The callbacks begin; one of them may set the epoch to start from.
+        callbacks.on_train_begin()
+        first = _trainer.first_epoch(model, initial_epoch)
+        for epoch in range(first, epochs):
+            # 2. Metrics start anew, and callbacks may still change anything.
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            # 3. The steps. What the variables hold now is the snapshot.
+            runner.begin_epoch()
+            step_logs = _epoch(run, runner, _TRAIN)
+            if step_logs is None and epoch > first:
+                # The source is exhausted, of which Keras has warned.
+                break
+            # 4. The logs of the epoch, read once its steps are done.
+            logs = _epoch_logs(runner, step_logs)
+            # 5. Validation, which takes over the metrics.
+            validation = validate(epoch) or {}
+            logs |= {f"val_{name}": value for name, value in validation.items()}
+            # 6. The callbacks see the epoch; one of them may stop the training.
+            callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        # 7. The optimizer puts final values (averages) in place, the callbacks end.
+        if epochs > 0:
+            _trainer.finalize(model)
+        callbacks.on_train_end(logs)
 
 
 def test(run: Run) -> dict[str, Any]:
     """Evaluate; returns the logs as Python numbers."""
     model, callbacks = run.model, run.callbacks
-    with holding() as hold:
-        live = Live(model, "test")
-        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+    with _running(run, "test") as runner:
         model.stop_evaluating = False
-        try:
-            callbacks.on_test_begin()
-            model.reset_metrics()
-            runner.begin_epoch()
-            step_logs = _epoch(run, runner, _TEST)
-            logs = _trainer.as_numbers(_epoch_logs(runner, step_logs))
-            callbacks.on_test_end(logs)
-        except BaseException as error:
-            _settle(runner, error)
-            raise
-        finally:
-            _trainer.unmark_nested(model)
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        runner.begin_epoch()
+        step_logs = _epoch(run, runner, _TEST)
+        logs = _trainer.as_numbers(_epoch_logs(runner, step_logs))
+        callbacks.on_test_end(logs)
     return logs
 
 
@@ -105,20 +91,12 @@ def predict(run: Run) -> Any:
     """Predict; returns NumPy arrays with the rows of all batches."""
     model, callbacks = run.model, run.callbacks
     collected: list[Any] = []
-    with holding() as hold:
-        live = Live(model, "predict")
-        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+    with _running(run, "predict") as runner:
         model.stop_predicting = False
-        try:
-            callbacks.on_predict_begin()
-            runner.begin_epoch()
-            _epoch(run, runner, _PREDICT, collected)
-            callbacks.on_predict_end()
-        except BaseException as error:
-            _settle(runner, error)
-            raise
-        finally:
-            _trainer.unmark_nested(model)
+        callbacks.on_predict_begin()
+        runner.begin_epoch()
+        _epoch(run, runner, _PREDICT, collected)
+        callbacks.on_predict_end()
     if not collected:
         raise DataError("There is nothing to predict: the data has no batch.")
     return _concatenated(collected)
@@ -126,18 +104,31 @@ def predict(run: Run) -> Any:
 
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
+    with _running(Run(model=model, step=step, batches=None, callbacks=None), mode) as runner:
+        runner.begin_epoch()
+        result = runner.step(batch)
+        return tree.map_structure(np.array, result) if mode == "predict" else result
+
+
+@contextmanager
+def _running(run: Run, mode: str) -> Iterator[Runner]:
+    """A run from its beginning to its end, which leaves the model whole however it comes."""
     with holding() as hold:
-        live = Live(model, mode)
-        runner = Runner(step, live, hold)
+        live = Live(run.model, mode)
+        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+        running = live.record.running
+        running.append(live)
         try:
-            runner.begin_epoch()
-            result = runner.step(batch)
-            return tree.map_structure(np.array, result) if mode == "predict" else result
+            yield runner
         except BaseException as error:
             _settle(runner, error)
             raise
         finally:
-            _trainer.unmark_nested(model)
+            running.remove(live)
+            _trainer.unmark_nested(run.model)
+            if running:
+                # A run within a callback of another used the same metrics.
+                running[-1].write_back()
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,7 @@ def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = 
             # 4. A callback may have asked to stop.
             if getattr(model, hooks.stop):
                 break
-    runner.live.write_back()
+    runner.live.end_epoch()
     return logs
 
 
@@ -213,10 +204,12 @@ def _call(runner: Runner, hook: Callable[..., None], *args: Any) -> None:
     live = runner.live
     mark = _trainer.mark_nested(live.model)
     hook(*args)
-    if "metrics" in live.record.warned or not live.changed_metrics():
+    if not live.changed_metrics():
         return
-    if _trainer.ran_nested(live.model, mark):
-        # An `evaluate` within a callback leaves its own results; the next step puts them right.
+    # An `evaluate` of Keras's own within a callback leaves its results; they are no write.
+    nested = _trainer.ran_nested(live.model, mark)
+    live.write_back()
+    if nested or "metrics" in live.record.warned:
         return
     live.record.warned.add("metrics")
     warnings.warn(
