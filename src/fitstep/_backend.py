@@ -22,7 +22,7 @@ def choose_jax() -> None:
     Raises:
         BackendError: if another backend is live, or asked for by the variable.
     """
-    keras = sys.modules.get("keras")
+    keras: Any = sys.modules.get("keras")
     if hasattr(keras, "backend"):
         live = keras.backend.backend()
         if live != "jax":

@@ -6,8 +6,8 @@ fails later, far from the cause.
 
 from typing import Any
 
-import jax
 import keras
+from jax.core import Tracer
 
 from fitstep._keras import _trainer
 
@@ -86,7 +86,7 @@ def _is_foreign(cls: type) -> bool:
 
 
 def _holds_tracer(value: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return True
     if depth and isinstance(value, list | tuple | set):
         return any(_holds_tracer(item, depth - 1) for item in list(value))
@@ -98,12 +98,12 @@ def _holds_tracer(value: Any, depth: int = _DEPTH) -> bool:
 def _scrub(value: Any) -> None:
     """Take traced values out of a container that was there before the trace."""
     if isinstance(value, list):
-        value[:] = [item for item in value if not isinstance(item, jax.core.Tracer)]
+        value[:] = [item for item in value if not isinstance(item, Tracer)]
     elif isinstance(value, dict):
-        for key in [key for key, item in value.items() if isinstance(item, jax.core.Tracer)]:
+        for key in [key for key, item in value.items() if isinstance(item, Tracer)]:
             del value[key]
     elif isinstance(value, set):
-        value -= {item for item in value if isinstance(item, jax.core.Tracer)}
+        value -= {item for item in value if isinstance(item, Tracer)}
     items = value.values() if isinstance(value, dict) else value
     for item in list(items) if isinstance(value, list | dict | tuple) else []:
         _scrub(item)

@@ -56,29 +56,24 @@ class Arrays(ArrayDataAdapter):
     """Keras's adapter for arrays, shuffled by a generator of its own.
 
     Keras shuffles with NumPy's global generator, which belongs to the user.
+
+    Args:
+        shuffle: True for rows over all, `"batch"` for rows within batches.
+        rng: the generator; needed where `shuffle` is true.
     """
 
-    def __init__(self, *args: Any, rng: np.random.Generator | None, **kwargs: Any):
-        super().__init__(*args, shuffle=False if rng is None else "batch", **kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        shuffle: Any = False,
+        rng: np.random.Generator | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, shuffle=shuffle, **kwargs)
         self._rng = rng
 
-    def shuffled_by(self, mode: Any) -> "Arrays":
-        """Choose between rows within batches (`"batch"`) and rows over all (`True`)."""
-        self._shuffle = mode
-        return self
-
     def _get_iterator(self, slice_and_convert_fn: Callable, inputs: Any) -> Iterator[Any]:
-        order = None
-        if self._shuffle and self._shuffle != "batch":
-            order = self._rng.permutation(self._num_samples)
-        for start in range(0, self._num_samples, self._batch_size):
-            stop = min(start + self._batch_size, self._num_samples)
-            if order is not None:
-                rows: Any = order[start:stop]
-            elif self._shuffle:
-                rows = self._rng.permutation(stop - start) + start
-            else:
-                rows = slice(start, stop)
+        for rows in self._rows():
             batch = tree.map_structure(
                 lambda x, rows=rows: slice_and_convert_fn(x, indices=rows),
                 inputs,
@@ -86,6 +81,19 @@ class Arrays(ArrayDataAdapter):
             )
             # Rows picked by index are new memory already; a slice is the user's.
             yield copied(batch) if isinstance(rows, slice) else batch
+
+    def _rows(self) -> Iterator[Any]:
+        """The rows of each batch, as a slice or as indices."""
+        size, count = self._batch_size, self._num_samples
+        batches = [(start, min(start + size, count)) for start in range(0, count, size)]
+        if self._rng is None:
+            yield from (slice(start, stop) for start, stop in batches)
+        elif self._shuffle == "batch":
+            for start, stop in batches:
+                yield self._rng.permutation(stop - start) + start
+        else:
+            order = self._rng.permutation(count)
+            yield from (order[start:stop] for start, stop in batches)
 
 
 class Generated(DataAdapter):
@@ -236,8 +244,9 @@ def batches(
             batch_size=batch_size,
             steps=steps,
             class_weight=class_weight,
+            shuffle=shuffle,
             rng=rng() if shuffle and rng else None,
-        ).shuffled_by(shuffle)
+        )
     else:
         is_generator = isinstance(x, types.GeneratorType)
         # Keras checks the other arguments, but would draw two batches of a generator at once.

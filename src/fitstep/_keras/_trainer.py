@@ -241,9 +241,11 @@ def watched_updates(model: Any, trainable: Sequence[Any], names: Sequence[str]) 
         id of an updated array -> name of the variable it was computed for.
     """
     made: dict[int, str] = {}
-    kept_alive: list[Any] = []
     optimizer = getattr(model, "optimizer", None)
-    patched: list[tuple[dict[str, Any], str]] = []
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or not optimizer.built:
+        yield made
+        return
+    kept_alive: list[Any] = []
     named = {id(v): name for v, name in zip(trainable, names, strict=True)}
 
     def remember(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
@@ -252,46 +254,47 @@ def watched_updates(model: Any, trainable: Sequence[Any], names: Sequence[str]) 
                 made[id(array)] = named[id(variable)]
                 kept_alive.append(array)
 
-    if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
-        stateless_apply = optimizer.stateless_apply
+    stateless_apply = optimizer.stateless_apply
 
-        def apply_to_todays(
-            optimizer_variables: Any, grads: Any, trainable_variables: Any
-        ) -> tuple[Any, Any]:
-            own = list(optimizer._trainable_variables)
-            if len(trainable_variables) != len(trainable) or list(map(id, own)) == list(
-                map(id, trainable)
-            ):
-                updated, state = stateless_apply(optimizer_variables, grads, trainable_variables)
-                if len(updated) == len(trainable):
-                    remember(trainable, updated)
-                return updated, state
-            today = {id(v): i for i, v in enumerate(trainable)}
-            unknown = [named[id(v)] for v in trainable if id(v) not in set(map(id, own))]
-            if unknown:
-                raise OptimizerError(
-                    f"The optimizer has no slots for {', '.join(map(repr, unknown))}, which "
-                    f"became trainable after it was built. Call `compile` again."
-                )
-            places = [today.get(id(v)) for v in own]
-            full_grads = [None if i is None else grads[i] for i in places]
-            full = [
-                v._value if i is None else trainable_variables[i]
-                for v, i in zip(own, places, strict=True)
-            ]
-            with warnings.catch_warnings():
-                # Keras warns of missing gradients; here they are meant to be missing.
-                warnings.filterwarnings("ignore", message="Gradients do not exist")
-                updated, state = stateless_apply(optimizer_variables, full_grads, full)
-            by_id = {id(v): array for v, array in zip(own, updated, strict=True)}
-            result = [by_id[id(v)] for v in trainable]
-            remember(trainable, result)
-            return result, state
+    def apply_to_todays(
+        optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[Any, Any]:
+        own = list(optimizer._trainable_variables)
+        if len(trainable_variables) != len(trainable) or list(map(id, own)) == list(
+            map(id, trainable)
+        ):
+            updated, state = stateless_apply(optimizer_variables, grads, trainable_variables)
+            if len(updated) == len(trainable):
+                remember(trainable, updated)
+            return updated, state
+        today = {id(v): i for i, v in enumerate(trainable)}
+        unknown = [named[id(v)] for v in trainable if id(v) not in set(map(id, own))]
+        if unknown:
+            raise OptimizerError(
+                f"The optimizer has no slots for {', '.join(map(repr, unknown))}, which "
+                f"became trainable after it was built. Call `compile` again."
+            )
+        places = [today.get(id(v)) for v in own]
+        full_grads = [None if i is None else grads[i] for i in places]
+        full = [
+            v._value if i is None else trainable_variables[i]
+            for v, i in zip(own, places, strict=True)
+        ]
+        with warnings.catch_warnings():
+            # Keras warns of missing gradients; here they are meant to be missing.
+            warnings.filterwarnings("ignore", message="Gradients do not exist")
+            updated, state = stateless_apply(optimizer_variables, full_grads, full)
+        by_id = {id(v): array for v, array in zip(own, updated, strict=True)}
+        result = [by_id[id(v)] for v in trainable]
+        remember(trainable, result)
+        return result, state
 
-        vars(optimizer)["stateless_apply"] = apply_to_todays
-        patched.append((vars(optimizer), "stateless_apply"))
+    namespace: dict[str, Any] = optimizer.__dict__
+    own = namespace.get("stateless_apply")
+    namespace["stateless_apply"] = apply_to_todays
     try:
         yield made
     finally:
-        for namespace, name in patched:
-            namespace.pop(name, None)
+        del namespace["stateless_apply"]
+        if own is not None:
+            namespace["stateless_apply"] = own

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
+from jax.core import Tracer
 from jax.extend import core
 from keras import StatelessScope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -75,7 +75,7 @@ class StepScope(StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) not in self.names and not isinstance(value, jax.core.Tracer):
+        if id(variable) not in self.names and not isinstance(value, Tracer):
             variable._direct_assign(value)
             return
         if id(variable) not in self.names:
@@ -107,7 +107,7 @@ def _scope_without(variable: Any) -> StepScope | None:
 
 def _refuse_numbers(variable: Any) -> None:
     """Say that a traced variable has no numbers yet, by its name; JAX would not know it."""
-    if isinstance(variable._value, jax.core.Tracer):
+    if isinstance(variable._value, Tracer):
         name = _active.scope.names[id(variable)]
         raise StateError(
             f"`{name}` was turned into numbers in the step, but while a step is traced it stands "

@@ -81,7 +81,7 @@ def _body(eqn: Any) -> Any:
     if eqn.primitive.name in _NO_CALLS:
         return None
     closed = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
-    body = getattr(closed, "jaxpr", closed)
+    body: Any = getattr(closed, "jaxpr", closed)
     if not hasattr(body, "eqns") or len(body.invars) != len(eqn.invars):
         return None
     return body if len(body.outvars) == len(eqn.outvars) else None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fitstep._errors import StateError
 from fitstep._keras import _data, _names, _trainer, _values
@@ -176,7 +177,7 @@ class Live:
         return arrays
 
     def _fit_for_program(self, i: int, variable: Any, array: Any) -> Any:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer):
             if array.is_deleted():
                 raise StateError(
                     f"The array of `{self.names()[i]}` was deleted by something outside fitstep, "
@@ -186,7 +187,7 @@ class Live:
                 # A weak dtype would be another program.
                 return jax.lax.convert_element_type(array, array.dtype)
             return array
-        if array is None or isinstance(array, jax.core.Tracer):
+        if array is None or isinstance(array, Tracer):
             raise StateError(
                 f"`{self.names()[i]}` has no value: it was "
                 f"{'never initialised' if array is None else 'left behind by a traced function'}. "
@@ -307,7 +308,7 @@ def copies(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _is_whole(array: Any) -> bool:
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         return False
     if array.is_deleted():
         return False

@@ -31,10 +31,10 @@ class Runner:
         self._step = step
         self.live = live
         self.hold = hold
-        self.compiled = _trainer.is_compiled_by_xla(live.model) and not jax.config.jax_disable_jit
+        self.compiled = _trainer.is_compiled_by_xla(live.model) and not _setting("jax_disable_jit")
         # JAX then looks at every result and raises: nothing may be given up, so that the state
         # before the step is still there.
-        self.checked = bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+        self.checked = bool(_setting("jax_debug_nans") or _setting("jax_debug_infs"))
         self.donate = donate and self.compiled and not self.checked
         self.snapshot = snapshot
         self._wiring: Any = None
@@ -145,8 +145,8 @@ class Runner:
                 live.mode,
                 self.donate,
                 self.checked,
-                jax.config.jax_enable_x64,
-                jax.config.jax_default_matmul_precision,
+                _setting("jax_enable_x64"),
+                _setting("jax_default_matmul_precision"),
                 id(keras.distribution.distribution()),
                 live.wiring.signature,
             )
@@ -163,6 +163,11 @@ class Runner:
             # What the trace itself changed, such as a counter of traces, makes nothing stale.
             live.record.changed_by_traces |= differences(before, fingerprint(live.model))
         return program, tuple(leaves)
+
+
+def _setting(name: str) -> Any:
+    """A setting of JAX as it is now, also within its context managers."""
+    return getattr(jax.config, name)
 
 
 def _equals_one(value: Any, results: list[Any]) -> bool:

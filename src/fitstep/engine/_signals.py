@@ -68,7 +68,9 @@ class Hold:
         own code caught is the user's decision.
         """
         error, self._raised = self._raised, None
-        trace = error.__traceback__ if error else None
+        if error is None:
+            return
+        trace = error.__traceback__
         if trace and trace.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
             raise error
 
