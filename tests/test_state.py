@@ -46,7 +46,7 @@ def test_replace_takes_names_and_lists():
     assert state.replace(trainable=[1, 2]).part("trainable") == [1, 2]
     with pytest.raises(fs.StateError, match="no trainable variable 'c'"):
         state.replace(trainable={"c": 1})
-    with pytest.raises(fs.StateError, match="expects 2 arrays. Received: 1"):
+    with pytest.raises(fs.StateError, match=r"expects 2 arrays\. Received: 1"):
         state.replace(trainable=[1])
 
 

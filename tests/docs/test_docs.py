@@ -20,9 +20,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page):
-    """The Python blocks of a page run one after another; a block without a language after one
-    that prints is its output.
-    """
+    """Python blocks run one after another; a bare block after one that prints is its output."""
     # A module of its own, since dataclasses look theirs up.
     module = types.ModuleType(f"page_{page.stem}")
     importlib.sys.modules[module.__name__] = module
@@ -31,7 +29,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page):
         if language == "python":
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(text, str(page), "exec"), vars(module))  # noqa: S102 - our own page
+                exec(compile(text, str(page), "exec"), vars(module))
             printed = out.getvalue()
         elif not language and printed:
             assert printed == text
