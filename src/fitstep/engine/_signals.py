@@ -6,6 +6,7 @@ return of the compiled step and the store of its result, where an exception woul
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ class Hold:
         self._pending: list[tuple[int, FrameType | None]] = []
         self._users: dict[int, Callable[..., Any]] = {}
         self._raised: BaseException | None = None
+        self._dropped = False
+        self._report_dropped: Callable[..., Any] = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler that stands in for the user's."""
@@ -62,17 +65,27 @@ class Hold:
             raise
 
     def raise_swallowed(self) -> None:
-        """Raise again what a handler raised, if a library has caught it: the run went on.
+        """Raise again what a handler raised, if it got lost on its way: the run went on.
 
-        Keras converts logs in a `try` whose bare `except` catches Ctrl-C as well. What the user's
-        own code caught is the user's decision.
+        Keras converts logs in a `try` whose bare `except` catches Ctrl-C as well, and Python
+        drops what is raised in a finaliser. What the user's own code caught is the user's
+        decision.
         """
         error, self._raised = self._raised, None
+        dropped, self._dropped = self._dropped, False
         if error is None:
             return
         trace = error.__traceback__
-        if trace and trace.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        caught_in = trace.tb_frame.f_code.co_filename if trace else ""
+        if dropped or caught_in.startswith(_LIBRARIES):
             raise error
+
+    def watch_dropped(self, unraisable: Any) -> None:
+        """What Python calls for an exception that it drops, in the place of the user's hook."""
+        if unraisable.exc_value is self._raised and self._raised is not None:
+            self._dropped = True
+        else:
+            self._report_dropped(unraisable)
 
     def install(self) -> None:
         """Stand in front of the user's handlers; also of one installed since the last call."""
@@ -83,6 +96,10 @@ class Hold:
             if handler is not self and callable(handler):
                 self._users[number] = handler
                 signal.signal(number, self)
+
+    def watch(self) -> None:
+        """Notice what Python drops, from now until `uninstall`."""
+        self._report_dropped, sys.unraisablehook = sys.unraisablehook, self.watch_dropped
 
     def release(self) -> None:
         """Stop holding, and deliver what came in the meantime."""
@@ -104,6 +121,8 @@ class Hold:
         for number, handler in self._users.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
+        if sys.unraisablehook == self.watch_dropped:
+            sys.unraisablehook = self._report_dropped
 
 
 class NoHold(Hold):
@@ -111,6 +130,9 @@ class NoHold(Hold):
 
     def install(self) -> None:
         """Leave the handlers alone: only the main thread may set them."""
+
+    def watch(self) -> None:
+        """Leave the hook alone, too."""
 
 
 @contextmanager
@@ -120,6 +142,7 @@ def holding() -> Iterator[Hold]:
     hold = Hold() if in_main_thread else NoHold()
     try:
         hold.install()
+        hold.watch()
         yield hold
         hold.raise_swallowed()
     finally:
