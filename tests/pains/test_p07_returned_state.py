@@ -1,0 +1,298 @@
+"""A step that returns a state that does not fit is refused by name, and the model is as before."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import fitstep as fs
+from tests.pains.twins import assert_alive, assert_close, assert_unchanged, everything_of, values_of
+
+FIT = {"batch_size": 35, "epochs": 2, "verbose": 0, "shuffle": False}
+
+
+class Returns(keras.Model):
+    """The guide's step, whose right `(logs, state)` goes through `change` before it is returned."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.change = change
+        self.one = keras.layers.Dense(5, name="one")
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.two = keras.layers.Dense(5, name="two")
+        self.head = keras.layers.Dense(1, name="head")
+
+    def call(self, inputs, training=False):
+        return self.head(self.two(self.norm(self.one(inputs), training=training)))
+
+    def train_step(self, state, data):
+        tv, ntv, ov, mv = state
+        x, y = data
+
+        def objective(tv):
+            y_pred, new_ntv = self.stateless_call(tv, ntv, x, training=True)
+            return self.compute_loss(x, y, y_pred), new_ntv
+
+        (loss, ntv), grads = jax.value_and_grad(objective, has_aux=True)(tv)
+        tv, ov = self.optimizer.stateless_apply(ov, grads, tv)
+        tracker = self.metrics[0]
+        mv = tracker.stateless_update_state(mv, loss, sample_weight=len(x))
+        logs = {"loss": tracker.stateless_result(mv)}
+        right = (logs, (tv, ntv, ov, mv))
+        return right if self.change is None else self.change(*right)
+
+
+def made(change):
+    keras.utils.set_random_seed(3)
+    model = Returns(change)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model(np.zeros((1, 5), "float32"))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def first(part, change):
+    """The part with its first element changed."""
+    return [change(part[0]), *part[1:]]
+
+
+def swapped(part, i, j):
+    part = list(part)
+    part[i], part[j] = part[j], part[i]
+    return part
+
+
+# What a step returns, from the right logs and the four parts; what the message must say.
+WRONG = {
+    "parts exchanged": (lambda g, s: (g, (s[0], s[2], s[1], s[3])), ["non_trainable", "optimizer"]),
+    "parts exchanged at the ends": (lambda g, s: (g, (s[3], s[1], s[2], s[0])), ["trainable"]),
+    "kernels of two shapes exchanged": (
+        lambda g, s: (g, (swapped(s[0], 0, 6), *s[1:])),
+        ["one/kernel", "head/kernel", "exchanged"],
+    ),
+    "kernel and bias exchanged": (
+        lambda g, s: (g, (swapped(s[0], 4, 5), *s[1:])),
+        ["two/kernel", "two/bias"],
+    ),
+    "three parts": (lambda g, s: (g, s[:3]), ["3", "4"]),
+    "five parts": (lambda g, s: (g, (*s, [])), ["5", "4"]),
+    "one part": (lambda g, s: (g, s[0]), ["4"]),
+    "a weight too few": (lambda g, s: (g, (s[0][:-1], *s[1:])), ["trainable", "7", "8"]),
+    "a weight too many": (lambda g, s: (g, ([*s[0], s[0][0]], *s[1:])), ["trainable", "9", "8"]),
+    "an empty part": (lambda g, s: (g, (s[0], [], *s[2:])), ["non_trainable", "0", "2"]),
+    "no optimizer": (lambda g, s: (g, (s[0], s[1], None, s[3])), ["optimizer"]),
+    "half precision": (
+        lambda g, s: (g, (first(s[0], lambda a: a.astype("float16")), *s[1:])),
+        ["one/kernel", "float16", "float32"],
+    ),
+    "an integer weight": (
+        lambda g, s: (g, (first(s[0], lambda a: a.astype("int32")), *s[1:])),
+        ["one/kernel", "int32", "float32"],
+    ),
+    "a float counter": (
+        lambda g, s: (
+            g,
+            (*s[:2], first(s[2], lambda a: a.astype("float32")), s[3]),
+        ),
+        ["iterations", "float32", "int32"],
+    ),
+    "an added axis": (
+        lambda g, s: (g, (*s[:3], first(s[3], lambda a: a[None]))),
+        ["loss", "[1]", "[]"],
+    ),
+    "a statistic of another shape": (
+        lambda g, s: (g, (s[0], first(s[1], lambda a: a[:3]), *s[2:])),
+        ["norm/moving_mean", "[3]", "[5]"],
+    ),
+    "a scalar for logs": (lambda g, s: (g["loss"], s), ["logs", "dict"]),
+    "logs and state exchanged": (lambda g, s: (s, g), ["logs"]),
+    "logs alone": (lambda g, s: g, ["logs"]),
+    "state alone": (lambda g, s: s, ["state"]),
+    "nothing": (lambda g, s: None, ["None"]),
+    "a string in the state": (
+        lambda g, s: (g, (first(s[0], lambda a: "x"), *s[1:])),
+        ["one/kernel"],
+    ),
+    "None in the state": (lambda g, s: (g, (first(s[0], lambda a: None), *s[1:])), ["one/kernel"]),
+    "a matrix among the averaged logs": (
+        lambda g, s: (g | {"matrix": s[0][0]}, s),
+        ["matrix", "[5,5]"],
+    ),
+    "a string among the logs": (lambda g, s: (g | {"word": "high"}, s), ["word"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_return_is_named_and_changes_nothing(rows, case):
+    """The error names the field and says expected and got; the mended step trains the same object."""
+    x, y = rows
+    change, words = WRONG[case]
+    model = made(change)
+    before = everything_of(model)
+    with pytest.raises((fs.StateError, fs.DataError)) as caught:
+        fs.fit(model, x, y, **FIT)
+    for word in words:
+        assert word in str(caught.value)
+    assert_alive(model)
+    assert_unchanged(before)
+    model.change = None
+    twin = made(None)
+    twin.fit(x, y, **FIT)
+    fs.fit(model, x, y, **FIT)
+    assert_close(values_of(model), values_of(twin))
+
+
+def test_two_kernels_of_one_shape_exchanged_are_named(rows):
+    """Two updated kernels of one shape returned in each other's place are refused, not accepted in silence."""
+    x, y = rows
+    model = made(lambda g, s: (g, (swapped(s[0], 0, 4), *s[1:])))
+    before = everything_of(model)
+    with pytest.raises(fs.StateError) as caught:
+        fs.fit(model, x, y, **FIT)
+    assert "one/kernel" in str(caught.value)
+    assert "two/kernel" in str(caught.value)
+    assert_unchanged(before)
+
+
+RIGHT = {
+    "lists": lambda g, s: (g, [list(part) for part in s]),
+    "tuples": lambda g, s: (g, tuple(tuple(part) for part in s)),
+    "a list of two": lambda g, s: [g, s],
+    "NumPy in the state": lambda g, s: (
+        g,
+        (s[0], s[1], s[2], [*s[3][:1], np.float32(1.0) * np.ones((), "float32")]),
+    ),
+    "a weak number in the state": lambda g, s: (g, (*s[:3], [s[3][0], jnp.asarray(1.0)])),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_returns_are_accepted(rows, case):
+    """Lists, tuples, NumPy arrays and weakly typed scalars of the right shape are a state."""
+    x, y = rows
+    model, twin = made(RIGHT[case]), made(None)
+    fs.fit(model, x, y, **FIT)
+    twin.fit(x, y, **FIT)
+    assert_close(values_of(model), values_of(twin))
+    assert {v.dtype for v in model.metrics_variables} == {"float32"}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_test_step_with_another_number_of_parts_is_named(rows, parts):
+    """A `test_step` must return three parts; the error says so, also on a validation pass."""
+    x, y = rows
+
+    class Net(Returns):
+        def test_step(self, state, data):
+            return {"loss": jnp.zeros(())}, (*state, [])[:parts] if parts < 3 else (*state, [])
+
+    keras.utils.set_random_seed(3)
+    model = Net()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model(x[:1])
+    before = everything_of(model)
+    with pytest.raises(fs.StateError, match="3"):
+        fs.evaluate(model, x, y, verbose=0)
+    assert_unchanged(before)
+    with pytest.raises(fs.StateError, match="3"):
+        fs.fit(model, x, y, validation_data=(x, y), **FIT)
+    assert_alive(model)
+    twin = made(None)
+    twin.fit(x, y, **(FIT | {"epochs": 1}))
+    assert_close(values_of(model), values_of(twin))
+
+
+def test_test_step_that_returns_the_metrics_in_the_weights_place_is_named(rows):
+    """A `test_step` with two parts exchanged is refused by name; no weight changes."""
+    x, y = rows
+
+    class Net(Returns):
+        def test_step(self, state, data):
+            tv, ntv, mv = state
+            return {"loss": jnp.zeros(())}, (mv, ntv, tv)
+
+    model = Net()
+    model.compile("sgd", "mse")
+    model(x[:1])
+    before = everything_of(model)
+    with pytest.raises(fs.StateError, match="trainable"):
+        fs.evaluate(model, x, y, verbose=0)
+    assert_unchanged(before)
+
+
+@pytest.mark.parametrize("what", ["outputs alone", "wrong statistics", "too few statistics"])
+def test_predict_step_with_a_wrong_return_is_named(rows, what):
+    """A `predict_step` must return outputs and the non-trainable part; the error says which is missing."""
+    x, _ = rows
+
+    class Net(Returns):
+        def predict_step(self, state, data):
+            tv, ntv = state
+            xs = data[0] if isinstance(data, (tuple, list)) else data
+            out, ntv = self.stateless_call(tv, ntv, xs)
+            return {
+                "outputs alone": out,
+                "wrong statistics": (out, [ntv[0][:2], ntv[1]]),
+                "too few statistics": (out, ntv[:1]),
+            }[what]
+
+    model = Net()
+    model.compile("sgd", "mse")
+    model(x[:1])
+    before = everything_of(model)
+    with pytest.raises(fs.StateError):
+        fs.predict(model, x, verbose=0)
+    assert_alive(model)
+    assert_unchanged(before)
+
+
+def test_state_that_is_wrong_for_one_shape_of_batch_only_is_named_there(rows):
+    """A wrong return for the partial last batch is refused there; the steps before it stay."""
+    x, y = rows
+
+    class Net(Returns):
+        def train_step(self, state, data):
+            logs, (tv, ntv, ov, mv) = super().train_step(state, data)
+            if len(data[0]) == 6:
+                tv = tv[:-1]
+            return logs, (tv, ntv, ov, mv)
+
+    keras.utils.set_random_seed(3)
+    model = Net()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model(x[:1])
+    with pytest.raises(fs.StateError, match="trainable"):
+        fs.fit(model, x, y, batch_size=32, verbose=0, shuffle=False)
+    twin = made(None)
+    twin.fit(x[:64], y[:64], batch_size=32, verbose=0, shuffle=False)
+    assert_close(values_of(model), values_of(twin))
+
+
+def test_train_on_batch_of_fs_model_names_the_field_too(rows):
+    """`fs.Model.train_on_batch` and `run_eagerly` check what a step returns as `fit` does."""
+    x, y = rows
+
+    class Net(fs.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, name="dense")
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, state, data):
+            tv, ntv, ov, mv = state
+            return {"loss": jnp.zeros(())}, ([tv[0].T, *tv[1:]], ntv, ov, mv)
+
+    for options in ({}, {"run_eagerly": True}, {"jit_compile": False}):
+        model = Net()
+        model.compile("sgd", "mse", **options)
+        model(x[:1])
+        before = everything_of(model)
+        with pytest.raises(fs.StateError, match="dense/kernel") as caught:
+            model.train_on_batch(x, y)
+        assert "[1,5]" in str(caught.value)
+        assert "[5,1]" in str(caught.value)
+        assert_alive(model)
+        assert_unchanged(before)

@@ -1,0 +1,626 @@
+"""Every source of data that Keras takes gives the run that `keras.Model.fit` makes of it."""
+
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+from jax import numpy as jnp
+from keras import layers
+
+import fitstep as fs
+
+BATCH = 32
+# Both run the same step program; the last place may differ where XLA fuses another way.
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+# Keras's nightly asks JAX 0.12 for the dtype of the data when it builds a model, stock `fit` too.
+NARROWED = pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")
+
+
+def dense():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def lazy():
+    model = keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def two_inputs():
+    a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+    both = layers.concatenate([layers.Dense(2)(a), layers.Dense(2)(b)])
+    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(both))
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def list_of_inputs():
+    a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model([a, b], layers.Dense(1)(layers.concatenate([a, b])))
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def two_outputs():
+    x = keras.Input((5,))
+    model = keras.Model(
+        x,
+        {
+            "value": layers.Dense(1, name="value")(x),
+            "sign": layers.Dense(1, "sigmoid", name="sign")(x),
+        },
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05),
+        {"value": "mse", "sign": "binary_crossentropy"},
+        loss_weights={"value": 1.0, "sign": 0.3},
+        metrics={"sign": ["accuracy"]},
+    )
+    return model
+
+
+def embedding():
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(7, 2),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+class Items(keras.utils.PyDataset):
+    """Batches of rows, and a count of what was asked for."""
+
+    def __init__(self, x, y, **kwargs):
+        super().__init__(**kwargs)
+        self.x, self.y, self.asked, self.ended = x, y, [], 0
+
+    def __len__(self):
+        return (len(self.x) + BATCH - 1) // BATCH
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[part], self.y[part]
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def endless(x, y, drawn=None):
+    """Batches of 32, 32 and 6 rows for ever; notes in `drawn` what was drawn."""
+    count = 0
+    while True:
+        for start in range(0, len(x), BATCH):
+            if drawn is not None:
+                drawn.append(count)
+            count += 1
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+def finite(x, y, batches):
+    source = endless(x, y)
+    for _ in range(batches):
+        yield next(source)
+
+
+def equal_runs(build, source, **kwargs):
+    """Fit twice from the same seed, by Keras and by fitstep, and hold the runs against each other."""
+    results = []
+    for train in (keras.Model.fit, fs.fit):
+        keras.utils.set_random_seed(21)
+        model = build()
+        data = source()
+        data = data if isinstance(data, tuple) else (data,)
+        history = train(model, *data, shuffle=False, verbose=0, **kwargs)
+        results.append((history.history, history.epoch, model))
+    (stock, stock_epochs, stock_model), (ours, our_epochs, our_model) = results
+    assert list(ours) == list(stock)
+    assert our_epochs == stock_epochs
+    for key, values in stock.items():
+        np.testing.assert_allclose(ours[key], values, **CLOSE, err_msg=key)
+    for got, want in zip(our_model.get_weights(), stock_model.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, **CLOSE)
+    return our_model
+
+
+def csr(x):
+    return scipy.sparse.csr_matrix(np.where(np.abs(x) > 0.5, x, 0))
+
+
+ARRAYS = {
+    "NumPy": lambda x, y: (x, y),
+    "float64": lambda x, y: (x.astype("float64"), y.astype("float64")),
+    "float16": lambda x, y: (x.astype("float16"), y.astype("float16")),
+    "whole numbers": lambda x, y: ((10 * x).astype("int64"), (y > 0).astype("uint8")),
+    "truth values": lambda x, y: (x > 0, y > 0),
+    "JAX": lambda x, y: (jnp.asarray(x), jnp.asarray(y)),
+    "frame and series": lambda x, y: (pd.DataFrame(x), pd.Series(y[:, 0])),
+    "frame of mixed numbers": lambda x, y: (
+        pd.DataFrame(x).assign(flag=np.arange(len(x)) % 2).drop(columns=4),
+        pd.DataFrame(y),
+    ),
+    "SciPy sparse": lambda x, y: (csr(x), y),
+    "NumPy and JAX mixed": lambda x, y: (x, jnp.asarray(y)),
+    "targets of one dimension": lambda x, y: (x, y[:, 0]),
+}
+
+
+@NARROWED
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_every_kind(rows, kind):
+    """Arrays, frames, series and sparse matrices train as in Keras; some with a partial batch."""
+    count = 70 if kind in ("NumPy", "frame and series", "SciPy sparse") else 64
+    x, y = rows[0][:count], rows[1][:count]
+    equal_runs(dense, lambda: ARRAYS[kind](x, y), epochs=2)
+
+
+def test_frames_and_sparse_matrices_evaluate_and_predict_as_in_keras(rows):
+    """The same loss, metrics and predictions as Keras's own from a frame and a sparse matrix."""
+    x, y = rows
+    model = dense()
+    for data in (pd.DataFrame(x), csr(x)):
+        np.testing.assert_allclose(
+            fs.evaluate(model, data, y, verbose=0), model.evaluate(data, y, verbose=0), rtol=1e-6
+        )
+        got = fs.predict(model, data, verbose=0)
+        np.testing.assert_allclose(got, model.predict(data, verbose=0), **CLOSE)
+        assert got.shape == (70, 1)
+
+
+def test_a_dict_of_inputs_in_any_order(rows):
+    """Named inputs find their places, whatever the order of the dict's keys."""
+    x, y = rows
+    equal_runs(two_inputs, lambda: ({"b": x[:, 2:], "a": x[:, :2]}, y), epochs=2)
+
+
+def test_a_list_of_inputs_of_different_kinds(rows):
+    """A list with a JAX array and a NumPy array is two inputs."""
+    x, y = rows
+    equal_runs(list_of_inputs, lambda: ([jnp.asarray(x[:, :2]), x[:, 2:]], y), epochs=2)
+
+
+def test_several_outputs_with_a_dict_of_targets_and_weights(rows):
+    """Targets and sample weights by output name, from arrays."""
+    x, y = rows
+    weights = {"value": np.linspace(0, 2, 70), "sign": np.linspace(1, 0, 70)}
+    targets = {"sign": (y > 0).astype("int32"), "value": y}
+    model = equal_runs(two_outputs, lambda: (x, targets), sample_weight=weights, epochs=2)
+    got, stock = fs.predict(model, x, verbose=0), model.predict(x, verbose=0)
+    assert list(got) == list(stock)
+    for name in got:
+        np.testing.assert_allclose(got[name], stock[name], **CLOSE)
+    np.testing.assert_allclose(
+        fs.evaluate(model, x, targets, verbose=0), model.evaluate(x, targets, verbose=0), rtol=1e-6
+    )
+
+
+@NARROWED
+def test_whole_numbers_reach_an_embedding():
+    """int64 indices stay indices."""
+    x = np.random.default_rng(0).integers(0, 7, (70, 5))
+    y = x.sum(axis=1, keepdims=True).astype("float32")
+    equal_runs(embedding, lambda: (x, y), epochs=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_dataset_with_workers(rows, workers):
+    """A `PyDataset` gives its batches in order, with threads or without."""
+    equal_runs(dense, lambda: Items(*rows, workers=workers, max_queue_size=2), epochs=2)
+
+
+def test_a_dataset_evaluates_predicts_and_validates(rows):
+    """Validation, evaluation and prediction from a `PyDataset` are Keras's."""
+    x, y = rows
+    model = equal_runs(
+        dense, lambda: (x, y), validation_data=Items(x[:40], y[:40], workers=0), epochs=2
+    )
+    items = Items(x, y, workers=0)
+    np.testing.assert_allclose(
+        fs.evaluate(model, items, verbose=0), model.evaluate(items, verbose=0), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        fs.predict(model, items, verbose=0), model.predict(x, verbose=0), **CLOSE
+    )
+
+
+def test_a_dataset_is_asked_for_each_batch_once_an_epoch(rows):
+    """Nothing is read beyond the epochs, but the one item that Keras looks at beforehand."""
+    items = Items(*rows, workers=0)
+    fs.fit(dense(), items, epochs=3, shuffle=False, verbose=0)
+    assert items.asked[-9:] == [0, 1, 2] * 3
+    assert items.asked[:-9] in ([], [0])
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_dataset_is_told_of_the_ends_of_epochs_as_often_as_in_keras(rows, verb):
+    """`on_epoch_end` of a `PyDataset`, at which many reshuffle, is called as Keras calls it."""
+    ended = []
+    for owner in (keras.Model, fs):
+        items = Items(*rows, workers=0)
+        getattr(owner, verb)(dense(), items, verbose=0)
+        ended.append(items.ended)
+    assert ended[1] == ended[0]
+
+
+class Reshuffling(Items):
+    """Another order of the rows after each epoch, as Keras's documentation has it."""
+
+    def __init__(self, x, y, **kwargs):
+        super().__init__(x.copy(), y.copy(), **kwargs)
+        self.generator = np.random.default_rng(3)
+
+    def on_epoch_end(self):
+        order = self.generator.permutation(len(self.x))
+        self.x, self.y = self.x[order], self.y[order]
+
+
+def test_a_dataset_that_reshuffles_gives_the_same_order_as_in_keras(rows):
+    """A `PyDataset` with a seeded order of its own is the same run in Keras and in fitstep."""
+    equal_runs(dense, lambda: Reshuffling(*rows, workers=0), epochs=3)
+
+
+@pytest.mark.parametrize("build", [dense, lazy])
+def test_an_endless_generator_with_steps(rows, build):
+    """`steps_per_epoch` ends the epochs; the next one goes on where the generator is."""
+    equal_runs(build, lambda: endless(*rows), steps_per_epoch=4, epochs=3)
+
+
+@NARROWED
+def test_a_generator_of_frames_weights_and_batches_of_any_size(rows):
+    """What a generator yields may be frames, have weights, and change its size."""
+    x, y = rows
+
+    def source():
+        while True:
+            for start, stop in ((0, 10), (10, 50), (50, 53)):
+                part = slice(start, stop)
+                yield pd.DataFrame(x[part]), pd.DataFrame(y[part]), np.arange(start, stop) / 30
+
+    equal_runs(dense, source, steps_per_epoch=3, epochs=2)
+
+
+def test_a_generator_of_dicts(rows):
+    """Dicts of inputs and of targets come through a generator too."""
+    x, y = rows
+
+    def source():
+        while True:
+            yield x[:20], {"sign": (y[:20] > 0).astype("int32"), "value": y[:20]}
+
+    equal_runs(two_outputs, source, steps_per_epoch=2, epochs=2)
+
+
+@pytest.mark.parametrize("steps", [{}, {"steps_per_epoch": 4}], ids=["no steps", "steps"])
+def test_a_generator_that_ends_early_trains_on_each_batch_once_and_says_so(rows, steps):
+    """Of two epochs asked for, one is had, or one and a half: no batch twice, and a warning."""
+    keras.utils.set_random_seed(21)
+    stock = dense()
+    # Without steps stock Keras makes a second epoch of two batches that it looked at in the first.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = stock.fit(
+            finite(*rows, 6), epochs=2 if steps else 1, shuffle=False, verbose=0, **steps
+        )
+    keras.utils.set_random_seed(21)
+    model = dense()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        history = fs.fit(model, finite(*rows, 6), epochs=2, shuffle=False, verbose=0, **steps)
+    assert int(model.optimizer.iterations) == 6
+    assert history.epoch == expected.epoch
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(history.history[key], values, **CLOSE)
+    for got, want in zip(model.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, **CLOSE)
+
+
+def test_a_validation_generator_is_drawn_from_as_far_as_its_steps(rows):
+    """Three validations of two steps take six batches in their order, and none a second time."""
+    x, y = rows
+    drawn = []
+    model = dense()
+    model.compile(
+        keras.optimizers.SGD(0.0), "mse"
+    )  # weights stand still: NumPy can tell the losses
+    errors = (model.predict(x, verbose=0) - y)[:, 0] ** 2
+    history = fs.fit(
+        model, x, y, epochs=3, verbose=0,
+        validation_data=endless(x, y, drawn), validation_steps=2,
+    )  # fmt: skip
+    assert drawn == list(range(6))
+    batches = [errors[:32], errors[32:64], errors[64:]] * 2
+    expected = [np.mean(np.concatenate(batches[i : i + 2])) for i in (0, 2, 4)]
+    np.testing.assert_allclose(history.history["val_loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [dense, lazy])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_more_is_drawn_from_a_generator_than_is_trained_on(rows, build, steps):
+    """Steps draw as many batches as they train on, and the next one drawn is the one after them."""
+    drawn = []
+    source = endless(*rows, drawn)
+    fs.fit(build(), source, steps_per_epoch=steps, shuffle=False, verbose=0)
+    assert drawn == list(range(steps))
+    expected = rows[0][BATCH : 2 * BATCH] if steps == 1 else rows[0][:BATCH]
+    np.testing.assert_array_equal(next(source)[0], expected)
+
+
+def test_at_each_step_only_its_batches_are_drawn(rows):
+    """When a step is reported one batch a step is drawn, with the execution's batches at most ahead."""
+    for stride in (1, 2):
+        drawn, seen = [], []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, drawn=drawn, seen=seen: seen.append(
+                (batch + 1, len(drawn))
+            )
+        )
+        fs.fit(
+            dense(), endless(*rows, drawn), steps_per_epoch=6, shuffle=False, verbose=0,
+            callbacks=[note], steps_per_execution=stride,
+        )  # fmt: skip
+        assert len(seen) == 6 // stride
+        assert all(done <= count <= done + stride for done, count in seen)
+
+
+def test_stopping_early_leaves_the_rest_undrawn(rows):
+    """A callback that stops at the second step has had two batches drawn, and no third."""
+    drawn = []
+    model = dense()
+
+    def stop(batch, logs):
+        model.stop_training = batch == 1
+
+    fs.fit(
+        model, endless(*rows, drawn), steps_per_epoch=9, shuffle=False, verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
+    )  # fmt: skip
+    assert drawn == [0, 1]
+    assert int(model.optimizer.iterations) == 2
+
+
+def test_evaluate_and_predict_draw_as_many_as_their_steps(rows):
+    """`steps=2` draws two batches and gives the numbers of their rows."""
+    x, y = rows
+    model = dense()
+    made = model.predict(x[:64], verbose=0)
+    drawn = []
+    got = fs.evaluate(model, endless(x, y, drawn), steps=2, verbose=0)[0]
+    assert len(drawn) == 2
+    np.testing.assert_allclose(got, np.mean((made - y[:64]) ** 2), rtol=1e-5)
+    drawn = []
+    got = fs.predict(model, endless(x, y, drawn), steps=2, verbose=0)
+    assert len(drawn) == 2
+    np.testing.assert_allclose(got, made, **CLOSE)
+
+
+def grain_dataset(grain, x, y):
+    pairs = list(zip(x, y, strict=True))
+    return grain.MapDataset.source(pairs).batch(BATCH).to_iter_dataset()
+
+
+def torch_loader(torch, x, y):
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return torch.utils.data.DataLoader(pairs, batch_size=BATCH)
+
+
+def tensorflow_dataset(tensorflow, x, y):
+    return tensorflow.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+LOADERS = {"grain": grain_dataset, "torch": torch_loader, "tensorflow": tensorflow_dataset}
+
+
+@pytest.mark.parametrize("library", LOADERS)
+def test_loaders_of_other_libraries(rows, library):
+    """A dataset of Grain, PyTorch or TensorFlow, where installed, trains as in Keras."""
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    equal_runs(dense, lambda: LOADERS[library](module, *rows), epochs=2)
+
+
+# --- what is no data --------------------------------------------------------------------------
+
+
+def untouched(model, action, kind, match):
+    """The action fails as said, and the model and its optimizer are as they were, and train."""
+    before = model.get_weights()
+    with pytest.raises(kind, match=match) as caught:
+        action(model)
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert int(model.optimizer.iterations) == 0
+    return caught.value
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_no_rows_are_an_error_that_says_so(rows, verb):
+    """Empty arrays are refused by `fit`, `evaluate` and `predict`, and the model is as it was."""
+    x, y = rows
+    data = (x[:0],) if verb == "predict" else (x[:0], y[:0])
+    untouched(
+        dense(), lambda m: getattr(fs, verb)(m, *data, verbose=0), ValueError, "(?i)empty|row|batch"
+    )
+
+
+def test_a_generator_without_batches_is_an_error_that_says_so():
+    """Nothing to draw at all: a clear error, and the model is as it was."""
+    nothing = iter(())
+    error = untouched(
+        dense(),
+        lambda m: fs.fit(m, (pair for pair in nothing), shuffle=False, verbose=0),
+        ValueError,
+        "(?i)empty|no batch|no data|generator",
+    )
+    assert isinstance(error, ValueError)
+
+
+def test_unequal_lengths_are_keras_s_error(rows):
+    """Rows of x without rows of y: Keras's own words, before any step."""
+    x, y = rows
+    untouched(dense(), lambda m: fs.fit(m, x, y[:69], verbose=0), ValueError, "cardinality")
+
+
+NO_NUMBERS = {
+    "text": lambda x, y: (x.astype(str), y),
+    "objects": lambda x, y: (x.astype(object), y),
+    "dates": lambda x, y: (np.full(x.shape, "2020-01-01", "datetime64[D]"), y),
+    "text in y": lambda x, y: (x, np.full(y.shape, "yes")),
+    "a frame with a column of text": lambda x, y: (
+        pd.DataFrame(x).assign(name="a").drop(columns=4),
+        y,
+    ),
+    "a frame with a column of dates": lambda x, y: (
+        pd.DataFrame(x).assign(day=pd.Timestamp("2020-01-01")).drop(columns=4),
+        y,
+    ),
+    "a list of texts": lambda x, y: (["a"] * 70, y),
+}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+@pytest.mark.parametrize("build", [dense, lazy])
+def test_what_is_no_number_is_refused_with_its_place(rows, kind, build):
+    """Text, objects and dates are an error that names the argument or the type, before any step."""
+    model = build()
+    with pytest.raises(ValueError, match=r"`x`|`y`|(?i:dtype|data type|convert)") as caught:
+        fs.fit(model, *NO_NUMBERS[kind](*rows), verbose=0)
+    assert "Traced" not in str(caught.value)  # not an error from inside JAX
+    if build is dense:
+        assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("build", [dense, lazy])
+def test_after_text_was_refused_numbers_train_the_same_model(rows, build):
+    """A refusal leaves a model that right data trains, and builds where it was not built."""
+    x, y = rows
+    keras.utils.set_random_seed(21)
+    model = build()
+    with pytest.raises(ValueError, match="`x`"):
+        fs.fit(model, x.astype(str), y, verbose=0)
+    fs.fit(model, x, y, batch_size=70, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+
+
+def test_no_number_from_a_generator_or_in_validation_is_refused_too(rows):
+    """Text in a later place: in a generator's batch and in the validation data."""
+    x, y = rows
+    untouched(
+        dense(),
+        lambda m: fs.fit(m, ((x.astype(str), y) for _ in range(2)), shuffle=False, verbose=0),
+        ValueError,
+        "`x`|dtype",
+    )
+    model = dense()
+    with pytest.raises(ValueError, match=r"`x`|dtype"):
+        fs.fit(model, x, y, validation_data=(x.astype(str), y), verbose=0)
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+
+
+def test_nan_in_the_data_gives_what_keras_gives(rows):
+    """A NaN in x makes the loss NaN from that batch on, as in Keras, without an error."""
+    x, y = rows
+    x = x.copy()
+    x[40, 2] = np.nan
+    model = equal_runs(dense, lambda: (x, y), epochs=2)
+    assert np.isnan(model.get_weights()[0]).any()
+
+
+@pytest.mark.parametrize("kind", ["generator", "dataset", "dataset with a worker"])
+def test_a_source_that_fails_passes_its_own_error_and_leaves_the_last_step(rows, kind):
+    """The user's exception arrives as it is; the model is that of the steps before, and trains on."""
+    x, y = rows
+
+    def failing():
+        yield x[:32], y[:32]
+        yield x[32:64], y[32:64]
+        raise OSError("the disk")
+
+    class Failing(Items):
+        def __getitem__(self, index):
+            if index == 2:
+                raise OSError("the disk")
+            return super().__getitem__(index)
+
+    model, stock = dense(), dense()
+    stock.set_weights(model.get_weights())
+    stock.fit(x[:64], y[:64], shuffle=False, verbose=0)
+    source = failing() if kind == "generator" else Failing(x, y, workers=int("worker" in kind))
+    with pytest.raises(OSError, match="the disk"):
+        fs.fit(model, source, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    for got, want in zip(model.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, **CLOSE)
+    fs.fit(model, x, y, verbose=0)
+    assert int(model.optimizer.iterations) == 5
+
+
+def test_a_source_that_fails_at_once_leaves_the_model_alone():
+    """No batch at all before the failure: nothing has happened to the model."""
+
+    def failing():
+        raise OSError("the disk")
+        yield
+
+    untouched(
+        dense(), lambda m: fs.fit(m, failing(), shuffle=False, verbose=0), OSError, "the disk"
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "wrong"),
+    [
+        (list_of_inputs, lambda x: x),
+        (list_of_inputs, lambda x: [x[:, :2], x[:, 2:], x]),
+        (two_inputs, lambda x: {"a": x[:, :2]}),
+        (dense, lambda x: x[:, :4]),
+    ],
+    ids=["one of two", "three of two", "a key missing", "too few features"],
+)
+@pytest.mark.filterwarnings(
+    r"ignore:[\s\S]*structure of `inputs`:UserWarning"
+)  # the nightly, first
+def test_wrong_inputs_are_keras_s_error_and_harm_nothing(rows, build, wrong):
+    """A wrong number of inputs or features is an error of Keras's kind; the model is as it was."""
+    x, y = rows
+    kinds = (ValueError, KeyError, TypeError, RuntimeError)  # Keras wraps some of them, or doesn't
+    with pytest.raises(kinds):
+        build().fit(wrong(x), y, verbose=0)
+    untouched(build(), lambda m: fs.fit(m, wrong(x), y, verbose=0), kinds, None)
+
+
+def test_a_batch_that_does_not_fit_ends_the_run_at_the_last_good_one(rows):
+    """A third batch of another width is refused; the two before it count, and training goes on."""
+    x, y = rows
+
+    def source():
+        yield x[:32], y[:32]
+        yield x[32:64], y[32:64]
+        yield x[:32, :4], y[:32]
+
+    model = dense()
+    with pytest.raises(ValueError, match=r"(?i)shape|incompatible"):
+        fs.fit(model, source(), steps_per_epoch=3, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+    fs.fit(model, x, y, verbose=0)
+
+
+def test_the_arrays_of_the_user_are_still_there_afterwards(rows):
+    """JAX arrays given as data are not given up to the program: they can be used again."""
+    x, y = (jnp.asarray(part) for part in rows)
+    model = dense()
+    fs.fit(model, x, y, batch_size=70, epochs=2, verbose=0)
+    fs.evaluate(model, x, y, batch_size=70, verbose=0)
+    np.testing.assert_array_equal(x, rows[0])
+    np.testing.assert_array_equal(y, rows[1])
+    assert isinstance(x, jax.Array)
