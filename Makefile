@@ -16,12 +16,12 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 help:
 	@echo "make demo         train the built-in experiment on German credit data"
 	@echo "make setup        install what development needs"
-	@echo "make test         the tests, but for those that take minutes"
+	@echo "make test         the tests"
 	@echo "make docs         only the tests that run the documentation and the examples"
 	@echo "make lint         ruff: rules and format"
 	@echo "make types        pyright"
 	@echo "make conformance  Keras's own tests on fitstep's trainer"
-	@echo "make soak         the tests that take minutes"
+	@echo "make soak         a thousand real interrupts of each model"
 	@echo "make bench        the benchmarks"
 	@echo "make matrix       the tests on the newest Python, Keras, JAX, and on Keras's nightly build"
 	@echo "make clean        remove all that was built, the environments too"
@@ -38,7 +38,7 @@ docs: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -k "docs or examples" $(ARGS)
 
 soak: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	FITSTEP_INTERRUPTS=1000 $(BIN)/python -m pytest tests/pains/test_p51_interrupts.py -k random_moments $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check

@@ -343,7 +343,7 @@ def test_weight_turned_into_numbers_in_the_step_is_named(rows, read):
 
     model = guide(in_step)
     before = everything_of(model)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is up to fitstep
+    with pytest.raises(Exception) as caught:
         fs.fit(model, x, y, **FIT)
     assert any(entry.name == "in_step" for entry in caught.traceback)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))

@@ -118,9 +118,8 @@ def test_tracer_kept_by_a_step_is_named(rows, case):
     try:
         assert_found(model, x, y, name)
     finally:
-        if case == "class":
-            if "on_class" in vars(Net):
-                del Net.on_class
+        if case == "class" and "on_class" in vars(Net):
+            del Net.on_class
     model.keep = lambda model, value: None
     twin = made()
     fs.fit(model, x, y, **FIT)

@@ -14,7 +14,7 @@ import pytest
 import fitstep as fs
 from tests.pains.twins import CountSteps, assert_alive, assert_close, count_of, values_of
 
-INTERRUPTS = int(os.environ.get("FITSTEP_INTERRUPTS", "25"))
+INTERRUPTS = int(os.environ.get("FITSTEP_INTERRUPTS", "100"))
 STEPS = 5  # per epoch
 RATE = 2.0**-6
 # Long enough that no interrupt comes after it, short enough that a lost one is a failure, not a hang.
@@ -150,7 +150,7 @@ def test_interrupts_lose_nothing_however_memory_is_handled(rows, kwargs):
         options["callbacks"] = [Read()]
     fs.fit(model, x, y, batch_size=14, verbose=0)
     generator = np.random.default_rng(6)
-    for _ in range(max(INTERRUPTS // 3, 5)):
+    for _ in range(max(INTERRUPTS // 12, 5)):
         interrupted(generator.uniform(0.0, 0.06), lambda: fs.fit(model, x, y, **LONG, **options))
         assert_consistent(model)
     assert_trainable(model, x, y)
@@ -160,7 +160,7 @@ def test_interrupts_while_tracing_and_compiling_leave_all_as_before(rows):
     """An interrupt in the first second of a fresh model's fit leaves it as built, or trained so far."""
     x, y = rows
     generator = np.random.default_rng(7)
-    for _ in range(max(INTERRUPTS // 5, 4)):
+    for _ in range(max(INTERRUPTS // 20, 4)):
         model = network("cnn")
         model.optimizer.build(model.trainable_variables)
         interrupted(generator.uniform(0.0, 0.8), lambda m=model: fs.fit(m, x, y, **LONG))
@@ -180,7 +180,7 @@ def test_interrupts_of_evaluate_and_predict_change_no_weight(rows, verb):
     run = getattr(fs, verb)
     run(model, *(a[:14] for a in arguments), batch_size=14, verbose=0)
     generator = np.random.default_rng(8)
-    for _ in range(max(INTERRUPTS // 3, 5)):
+    for _ in range(max(INTERRUPTS // 12, 5)):
         interrupted(
             generator.uniform(0.0, 0.06),
             lambda: run(model, *arguments, batch_size=14, verbose=0),
@@ -207,7 +207,7 @@ def test_interrupts_between_and_inside_train_on_batch(rows):
         for _ in range(50_000):
             model.train_on_batch(x[:14], y[:14])
 
-    for _ in range(max(INTERRUPTS // 3, 5)):
+    for _ in range(max(INTERRUPTS // 12, 5)):
         interrupted(generator.uniform(0.0, 0.06), loop)
         assert_consistent(model)
 
@@ -219,7 +219,7 @@ def test_interrupts_during_validation_keep_the_updates(rows):
     data = {"validation_data": (np.tile(x, (200, 1)), np.tile(y, (200, 1)))}
     fs.fit(model, x, y, batch_size=14, verbose=0, validation_data=(x, y))
     generator = np.random.default_rng(10)
-    for _ in range(max(INTERRUPTS // 3, 5)):
+    for _ in range(max(INTERRUPTS // 12, 5)):
         interrupted(generator.uniform(0.0, 0.06), lambda: fs.fit(model, x, y, **LONG, **data))
         assert assert_consistent(model) % STEPS in range(STEPS)
     assert_trainable(model, x, y)
@@ -250,7 +250,7 @@ def test_own_handler_that_raises_is_called(rows, handler):
 
     handler(mine)
     generator = np.random.default_rng(11)
-    for index in range(max(INTERRUPTS // 2, 5)):
+    for index in range(max(INTERRUPTS // 8, 5)):
         interrupted(generator.uniform(0.0, 0.06), lambda: fs.fit(model, x, y, **LONG), Mine)
         assert calls == [(signal.SIGINT, True)] * (index + 1)
         assert_consistent(model)
@@ -416,7 +416,7 @@ def test_many_interrupts_at_once_lose_nothing(rows):
     model = network("mlp")
     fs.fit(model, x, y, batch_size=14, verbose=0)
     generator = np.random.default_rng(12)
-    for _ in range(max(INTERRUPTS // 3, 5)):
+    for _ in range(max(INTERRUPTS // 12, 5)):
         quiet = threading.Event()
 
         def send(delay=generator.uniform(0.0, 0.05), quiet=quiet):
@@ -455,7 +455,7 @@ def test_interrupt_of_a_nested_run_leaves_both_whole(rows):
             fs.fit(inner, x, y, batch_size=14, verbose=0)
 
     generator = np.random.default_rng(13)
-    for _ in range(max(INTERRUPTS // 5, 4)):
+    for _ in range(max(INTERRUPTS // 20, 4)):
         interrupted(
             generator.uniform(0.0, 0.1),
             lambda: fs.fit(outer, x, y, callbacks=[Inner()], **LONG),
