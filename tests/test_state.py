@@ -111,10 +111,22 @@ def test_two_variables_of_one_shape_that_were_exchanged_are_found():
     layout = Layout(("a", "b"), iterated=("trainable",))
     a, b = jnp.zeros(2), jnp.ones(2)
     before = State(0, 0, {"a": a, "b": b}, layout=layout)
-    with pytest.raises(fs.StateError, match="`a` and `b` were exchanged"):
+    with pytest.raises(fs.StateError, match="variable `a` and the trainable variable `b` were exchanged"):
         merge(before, ([b, a],), "test_step")
+    c = jnp.full(2, 2.0)
+    shifted = merge(before, ([c, a],), "train_step")  # a queue moves its entries on
+    assert shifted.trainable["b"] is a
     copied = merge(before, ([b, b],), "train_step")  # a target network takes a copy
     assert copied.trainable["a"] is b
+
+
+def test_two_parts_of_one_signature_that_were_exchanged_are_found():
+    """A network and its frozen twin have the same shapes; their places are known all the same."""
+    layout = Layout(("a",), ("b",), iterated=("trainable", "non_trainable"))
+    a, b = jnp.zeros(2), jnp.ones(2)
+    before = State(0, 0, {"a": a}, {"b": b}, layout=layout)
+    with pytest.raises(fs.StateError, match="variable `a` and the non_trainable variable `b`"):
+        merge(before, ([b], [a]), "test_step")
 
 
 def _model():

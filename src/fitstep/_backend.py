@@ -44,8 +44,14 @@ def choose_jax() -> None:
 
 def is_command() -> bool:
     """Whether this process is the command `fitstep`, which checks the backend itself."""
-    return Path(sys.argv[0]).stem == "fitstep" or (
-        sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "fitstep"
+    program = sys.argv[0] if sys.argv else ""
+    if program != "-m":
+        return Path(program).stem == "fitstep"
+    # `python -m fitstep`, also written `-mfitstep` or `-um fitstep`.
+    words = sys.orig_argv[1:]
+    return any(
+        word.startswith("-") and word.endswith(("m", "mfitstep")) and "fitstep" in (word + after)
+        for word, after in zip(words, [*words[1:2], *words[2:], ""], strict=True)
     )
 
 

@@ -241,7 +241,7 @@ def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     with uninterrupted():
         _trainer.build(model, lambda: batch)
     model.reset_metrics()
-    logs = _trainer.as_numbers(_loop.on_batch(model, _step.run, mode, batch))
+    logs = _loop.on_batch(model, _step.run, mode, batch)
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
@@ -267,9 +267,11 @@ def restore(model: Any, state: State) -> None:
     Raises:
         StateError: every name that is missing, unknown, or of another shape or dtype.
     """
-    live = Live(model, "train")
-    live.relist()
-    live.restore(state)
+    with uninterrupted():
+        _trainer.build_optimizer(model)
+        live = Live(model, "train")
+        live.relist()
+        live.restore(state)
 
 
 def _check_model(model: Any, function: str) -> None:
@@ -283,11 +285,9 @@ def _check_model(model: Any, function: str) -> None:
 
 def _stride(model: Any, steps_per_execution: int | None) -> int:
     stride = model.steps_per_execution if steps_per_execution is None else steps_per_execution
-    if not isinstance(stride, int) or stride < 1:
-        raise ValueError(
-            f"`steps_per_execution` must be an integer >= 1. Received: {steps_per_execution!r}."
-        )
-    return stride
+    if not isinstance(stride, int | np.integer) or stride < 1:
+        raise ValueError(f"`steps_per_execution` must be an integer >= 1. Received: {stride!r}.")
+    return int(stride)
 
 
 def _shuffler(model: Any) -> np.random.Generator:
@@ -345,16 +345,11 @@ def _validation(
             return _evaluate_batches(
                 model, cached[0], verbose=0, callbacks=callbacks, stride=stride
             )
-        with _trainer.cached_validation(model, cached[0]):
-            return model.evaluate(
-                x=x,
-                y=y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                steps=steps,
-                callbacks=callbacks,
-                return_dict=True,
-                _use_cached_eval_dataset=True,
-            )
+        arguments: dict[str, Any] = {"batch_size": batch_size, "steps": steps}
+        arguments |= {"x": x, "y": y, "sample_weight": sample_weight, "callbacks": callbacks}
+        if not _trainer.has_engine(model):
+            return model.evaluate(return_dict=True, **arguments)
+        with _trainer.cached_validation(model, cached[0]) as cache:
+            return model.evaluate(return_dict=True, **arguments, **cache)
 
     return validate

@@ -200,6 +200,11 @@ def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = _
         StateError: which part or variable is wrong, what was expected and what came back.
     """
     if isinstance(returned, State):
+        if returned.step is not before.step or returned.seed is not before.seed:
+            raise StateError(
+                f"`{method}` changed `step` or `seed` of the state. Both belong to the engine: "
+                f"leave them as they came."
+            )
         received = {part: getattr(returned, part) for part in PARTS}
         for part, arrays in received.items():
             _check_names(getattr(before, part), arrays, part, method)
@@ -257,17 +262,28 @@ def _by_name(before: State, returned: Any, method: str) -> dict[str, Mapping[str
 def _check_exchanged(
     before: State, received: Mapping[str, Mapping], method: str, made: Mapping[int, str]
 ) -> None:
-    """Find variables that stand in each other's places, which shapes alone cannot tell."""
-    for part, arrays in received.items():
-        owners = {id(array): name for name, array in getattr(before, part).items()} | dict(made)
-        owner = {name: owners.get(id(array)) for name, array in arrays.items()}
-        for name, other in owner.items():
-            # A copy (a target network) leaves the other in its place; an exchange does not.
-            if other not in (None, name) and owner.get(other) not in (None, other):
-                raise StateError(
-                    f"`{method}`: the {part} variables `{name}` and `{other}` were exchanged in "
-                    f"the returned state. Expected: the order that the state came in."
-                )
+    """Find variables that stand in each other's places, which shapes alone cannot tell.
+
+    A copy (a target network) or a shift (a queue) leaves one of them out; an exchange is a ring.
+    """
+    owners = {
+        id(array): (part, name) for part in PARTS for name, array in getattr(before, part).items()
+    } | {key: ("trainable", name) for key, name in made.items()}
+    owner = {
+        (part, name): owners.get(id(array), (part, name))
+        for part, arrays in received.items()
+        for name, array in arrays.items()
+    }
+    for start in owner:
+        ring = [start]
+        while (following := owner.get(ring[-1])) is not None and following not in ring:
+            ring.append(following)
+        if len(ring) > 1 and following == start:
+            (part, name), (other_part, other) = ring[:2]
+            raise StateError(
+                f"`{method}`: the {part} variable `{name}` and the {other_part} variable `{other}` "
+                f"were exchanged in the returned state. Expected: each in the place it came in."
+            )
 
 
 def _check_order(before: State, returned: Sequence[Any], method: str) -> None:

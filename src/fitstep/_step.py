@@ -104,7 +104,7 @@ def _with_updates(
         for name, i in zip(wires.layout.names(part), wires.places[part], strict=True):
             merged[i] = returned[name]
     for i, (old, new) in enumerate(zip(given, updates, strict=True)):
-        if new is old:
+        if new is old or merged[i] is new:
             continue
         if merged[i] is not arrays[i]:
             raise StateError(

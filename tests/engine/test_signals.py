@@ -118,3 +118,44 @@ def test_nested_holds_deliver_through_each_other():
         _interrupt()
         inner.release()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_chains_to_the_one_before_it_works():
+    """A callback's handler may call what it replaced, and put that back: the original returns."""
+    seen = []
+
+    with holding() as hold:
+        old = signal.getsignal(signal.SIGINT)
+
+        def mine(number, frame):
+            seen.append(number)
+            old(number, frame)
+
+        signal.signal(signal.SIGINT, mine)
+        hold.install()
+        with pytest.raises(KeyboardInterrupt):
+            _interrupt()
+        assert seen == [signal.SIGINT]
+        signal.signal(signal.SIGINT, old)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_any_signal_with_a_handler_is_held():
+    """Not only Ctrl-C: a scheduler's SIGUSR1 waits as well."""
+
+    def handler(number, frame):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    reached = []
+    try:
+        with pytest.raises(TimeoutError), holding() as hold:
+            hold.held = True
+            signal.raise_signal(signal.SIGUSR1)
+            reached.append("held")
+            hold.release()
+            reached.append("released")
+        assert reached == ["held"]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -205,9 +205,11 @@ class Batches(JAXEpochIterator):
             first = self.data_adapter.peek()
             check_numbers(first)
             return next(iter(data_adapter_utils.get_jax_iterator([first])))
-        for batch in self._get_iterator():
-            check_numbers(batch)
-            return batch
+        for _, _, source in self:  # which tells the source that an epoch begins
+            for batch in source:
+                check_numbers(batch)
+                return batch
+            break
         raise DataError("The data has no batch: `x` is empty. Give at least one row.")
 
 
@@ -234,7 +236,10 @@ def batches(
     if isinstance(x, DataAdapter):
         pass
     elif can_convert_arrays((x, y, sample_weight)):
-        rows = [array.shape[0] for array in tree.flatten((x, y)) if array is not None]
+        shapes = [array.shape for array in tree.flatten((x, y)) if array is not None]
+        if () in shapes:
+            raise DataError("`x` and `y` must have rows. Received: an array without dimensions.")
+        rows = [shape[0] for shape in shapes]
         if not rows or 0 in rows:
             raise DataError(f"`x` and `y` must have at least one row. Received rows: {rows}.")
         adapter = Arrays(

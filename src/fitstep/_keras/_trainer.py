@@ -1,6 +1,7 @@
 """What a training run needs of Keras's trainer beyond its public methods."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -56,11 +57,21 @@ def layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+@functools.cache
+def own_attributes() -> frozenset[str]:
+    """The private attributes that Keras itself keeps on a model: none of the user's business."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    names = {*vars(model), *vars(model.layers[0]), "_jax_state", "_eval_epoch_iterator"}
+    return frozenset(name for name in names if name.startswith("_"))
+
+
 def compiled_objects(model: Any) -> list[Any]:
     """The optimizer, losses and metrics that `compile` was given or made."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", None)
     found = [optimizer, inner, model._compile_loss, model._compile_metrics, model.loss]
+    found += model.metrics
     return [thing for thing in found if hasattr(thing, "__dict__")]
 
 
@@ -75,8 +86,14 @@ def build(model: Any, first_batch: Any) -> None:
         parts_built = [thing.built for thing in [*layers(model), *compiled] if thing is not None]
         if not all(parts_built):
             _build_symbolically(model, first_batch())
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    build_optimizer(model)
+
+
+def build_optimizer(model: Any) -> None:
+    """Give the optimizer of a built model its variables."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and model.built:
+        optimizer.build(model.trainable_variables)
         model._post_build()
 
 
@@ -216,13 +233,18 @@ def unmark_nested(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def cached_validation(model: Any, iterator: Any) -> Iterator[None]:
-    """Offer an iterator to a nested `evaluate` as Keras's own `fit` does."""
+def cached_validation(model: Any, iterator: Any) -> Iterator[dict[str, bool]]:
+    """Offer an iterator to a nested `evaluate`; yields the argument with which Keras does it."""
     model._eval_epoch_iterator = iterator
     try:
-        yield
+        yield {"_use_cached_eval_dataset": True}
     finally:
         del model._eval_epoch_iterator
+
+
+def has_engine(model: Any) -> bool:
+    """Whether the model's own methods are fitstep's, whatever a subclass adds to them."""
+    return any(cls.__module__ == "fitstep._model" for cls in type(model).__mro__)
 
 
 def validation_batches(model: Any) -> Any:

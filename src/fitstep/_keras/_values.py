@@ -203,9 +203,3 @@ def unbound(variables: Sequence[Any]) -> None:
     for variable in variables:
         if base := vars(type(variable)).get("unbound_class"):
             variable.__class__ = base
-
-
-def initialize_created() -> None:
-    """Initialise variables that a step created, now that the trace is over."""
-    with StatelessScope():
-        pass

@@ -8,15 +8,13 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from fitstep._keras import _trainer
 
 _PLAIN = (int, float, bool, str, type(None))
 # What a loop sets itself; no step depends on it.
 _OF_THE_LOOP = frozenset(
     {
+        "history",
         "built",
         "compiled",
         "steps_per_execution",
@@ -55,12 +53,15 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
     Costs about 2 us a layer; asked once a run.
     """
     found: dict[tuple[int, str], Any] = {}
+    kept_by_keras = _trainer.own_attributes()
     classes: set[type] = set()
     for thing in [*_trainer.layers(model), *_trainer.compiled_objects(model)]:
         classes.add(type(thing))
         found[id(thing), ""] = Same(thing)
+        is_keras = type(thing).__module__.startswith("keras.")
         for name, value in vars(thing).items():
-            if (name.startswith("_") and name != "_trainable") or name in _OF_THE_LOOP:
+            private = name.startswith("_") and name != "_trainable"
+            if name in _OF_THE_LOOP or (private and (is_keras or name in kept_by_keras)):
                 continue
             if (part := _part(value)) is not None:
                 found[id(thing), name] = Attribute(part, hasattr(type(thing), name))
@@ -72,16 +73,20 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
     return found
 
 
-def _part(value: Any) -> Any:
+def _part(value: Any, depth: int = 3) -> Any:
+    """A value to be compared later: by value, by its parts, or by identity."""
     if isinstance(value, _PLAIN):
         return (type(value), value)
-    if isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value):
-        return value
+    if isinstance(value, list | tuple) and depth:
+        return tuple(_part(item, depth - 1) for item in value)
+    if isinstance(value, dict) and depth:
+        return {key: _part(item, depth - 1) for key, item in value.items()}
     if isinstance(value, types.MethodType):
         return Same(value.__func__)
-    if isinstance(value, types.FunctionType | np.ndarray | jax.Array):
+    try:
         return Same(value)
-    return None
+    except TypeError:  # some objects cannot be referred to weakly
+        return None
 
 
 def differences(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:

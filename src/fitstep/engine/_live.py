@@ -26,7 +26,7 @@ class Record:
 
     def __init__(self) -> None:
         self.step = Cell(jnp.zeros((), "int32"))
-        self.seed = np.uint32(np.random.SeedSequence().generate_state(1)[0])
+        self.seed = Cell(jnp.asarray(np.random.SeedSequence().generate_state(1)[0], "uint32"))
         self._global_seed: int | None = None
         self.slots: dict[str, Any] = {}
         self.programs: dict[Any, Any] = {}
@@ -40,7 +40,8 @@ class Record:
         """Take over a seed that was given to Keras since the last run."""
         seed = _data.global_seed()
         if seed != self._global_seed and seed is not None:
-            self._global_seed, self.seed = seed, np.uint32(seed % 2**32)
+            self._global_seed = seed
+            self.seed.array = jnp.asarray(np.uint32(seed % 2**32))
 
 
 # By id, since a model may define equality; an entry goes when its model goes.
@@ -71,8 +72,8 @@ class Wiring(NamedTuple):
     signature: tuple[Any, ...]
 
 
-def wiring(model: Any, mode: str, step: Cell) -> Wiring:
-    """The variables that a step of this mode is about, and the step count as the last one."""
+def wiring(model: Any, mode: str, cells: tuple[Cell, Cell]) -> Wiring:
+    """The variables that a step of this mode is about; the seed and the step count stand last."""
     listed = _trainer.parts(model)._asdict()
     place: dict[int, int] = {}
     variables: list[Any] = []
@@ -86,14 +87,14 @@ def wiring(model: Any, mode: str, step: Cell) -> Wiring:
                 place[id(variable)] = len(variables)
                 variables.append(variable)
         places[part] = tuple(place[id(variable)] for variable in listed[part])
-    variables.append(step)
+    variables += cells
     flags = _values.trainable_flags(variables)
-    signature = (tuple(places.values()), tuple(flags), _values.kinds(variables[:-1]))
+    signature = (tuple(places.values()), tuple(flags), _values.kinds(variables[:-2]))
     return Wiring(tuple(variables), places, flags, signature)
 
 
 class Snapshot(NamedTuple):
-    """Arrays that no program was given, and the updates made since they were kept."""
+    """Arrays that no program was given, to go back to."""
 
     variables: tuple[Any, ...]
     arrays: list[Any]
@@ -120,14 +121,18 @@ class Live:
         self.updates = 0
         self.wiring = Wiring((), dict.fromkeys(PARTS, ()), [], ())
         self.last: list[Any] = []
+        self.owns_metrics = False
+        self._names: list[str] | None = None
 
     def relist(self) -> None:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
-        self.wiring = wiring(self.model, self.mode, self.record.step)
-        _place_like(self.wiring.variables[:-1], self.record.step)
+        cells = (self.record.seed, self.record.step)
+        self.wiring = wiring(self.model, self.mode, cells)
+        for cell in cells:
+            _place_like(self.wiring.variables[:-2], cell)
         self.last = [None] * len(self.wiring.variables)
         self.owns_metrics = False
-        self._names: list[str] | None = None
+        self._names = None
 
     def names(self) -> list[str]:
         """The name of each variable; looked up only for traces and errors."""
@@ -136,12 +141,12 @@ class Live:
         return self._names
 
     def wires(self) -> Wires:
-        """The variables of Keras with their names; without the step count, which stands last."""
-        names, places = self.names()[:-1], self.wiring.places
+        """The variables of Keras with their names; without the seed and the step count."""
+        names, places = self.names()[:-2], self.wiring.places
         layout = Layout(
             *(tuple(names[i] for i in places[part]) for part in PARTS), iterated=ITERATED[self.mode]
         )
-        return Wires(self.wiring.variables[:-1], names, places, layout)
+        return Wires(self.wiring.variables[:-2], names, places, layout)
 
     def read(self) -> list[Any]:
         """The arrays that the variables hold now, fit to be handed to a program.
@@ -168,6 +173,10 @@ class Live:
                 array = self.last[i]
             if array is not self.last[i]:
                 array = self._fit_for_program(i, variable, array)
+                # In the middle of a run the next step may be given the array itself: the one
+                # that somebody has assigned stays theirs.
+                if self.last[i] is not None:
+                    array = jnp.copy(array)
             if id(array) in seen:
                 array = jnp.copy(array)
             seen.add(id(array))
@@ -280,25 +289,25 @@ class Live:
             values = getattr(state, part)
             for name, i in zip(own.layout.names(part), self.wiring.places[part], strict=True):
                 arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
-        arrays[-1] = jnp.asarray(state.step, "int32")
+        arrays[-2:] = jnp.asarray(state.seed, "uint32"), jnp.asarray(state.step, "int32")
         fresh = copies(arrays)
         _values.write(self.wiring.variables, fresh)
-        self.record.seed = np.uint32(state.seed)
         self.record.slots = dict(state.slots)
 
     def state(self, arrays: Sequence[Any]) -> State:
         """The arrays as a state."""
-        return self.wires().state(arrays, arrays[-1], self.record.seed, dict(self.record.slots))
+        seed, step = arrays[-2:]
+        return self.wires().state(arrays, step, seed, dict(self.record.slots))
 
 
-def _place_like(variables: Sequence[Any], step: Cell) -> None:
-    """Put the count of steps on all devices of the mesh that the variables are on."""
+def _place_like(variables: Sequence[Any], cell: Cell) -> None:
+    """Put the seed or the count of steps on all devices of the mesh that the variables are on."""
     for array in _values.read(variables):
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
             everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-            if step.array.sharding != everywhere:
-                step.array = jax.device_put(step.array, everywhere)
+            if cell.array.sharding != everywhere:
+                cell.array = jax.device_put(cell.array, everywhere)
             return
 
 
@@ -326,4 +335,6 @@ def _variable_names(model: Any, wires: Wiring) -> list[str]:
         names = _names.optimizer_names(optimizer, owners) | names
     names = _names.metric_names(model) | names
     unnamed = itertools.count()
-    return [names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in wires.variables[:-1]] + ["step"]
+    keras_variables = wires.variables[:-2]
+    found = [names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in keras_variables]
+    return [*found, "seed", "step"]

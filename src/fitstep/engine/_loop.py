@@ -97,9 +97,9 @@ def predict(run: Run) -> Any:
         runner.begin_epoch()
         _epoch(run, runner, _PREDICT, collected)
         callbacks.on_predict_end()
-    if not collected:
-        raise DataError("There is nothing to predict: the data has no batch.")
-    return _concatenated(collected)
+        if not collected:
+            raise DataError("There is nothing to predict: the data has no batch.")
+        return _concatenated(collected)
 
 
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
@@ -107,7 +107,9 @@ def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     with _running(Run(model=model, step=step, batches=None, callbacks=None), mode) as runner:
         runner.begin_epoch()
         result = runner.step(batch)
-        return tree.map_structure(np.array, result) if mode == "predict" else result
+        if mode == "predict":
+            return tree.map_structure(np.array, result)
+        return _trainer.as_numbers(result)
 
 
 @contextmanager
@@ -117,18 +119,25 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
         live = Live(run.model, mode)
         runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
         running = live.record.running
-        running.append(live)
         try:
+            hold.held = True
+            running.append(live)
+            # From here on a failure, also of a callback at the very beginning, can be mended.
+            live.relist()
+            live.read()
+            hold.release()
             yield runner
         except BaseException as error:
             _settle(runner, error)
             raise
         finally:
+            hold.held = True
             running.remove(live)
             _trainer.unmark_nested(run.model)
             if running:
                 # A run within a callback of another used the same metrics.
                 running[-1].write_back()
+            hold.release()
 
 
 @dataclass(frozen=True)
@@ -229,4 +238,4 @@ def _settle(runner: Runner, error: BaseException) -> None:
         if taken_back:
             error.add_note(f"fitstep: {taken_back}.")
     finally:
-        runner.hold.held = False
+        runner.hold.release()

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def no_means(count: int) -> tuple[jax.Array, jax.Array]:
@@ -23,3 +24,17 @@ def updated_means(
     total = total + rows
     new = jnp.stack([jnp.asarray(value, mean.dtype) for value in values])
     return mean + (new - mean) * (rows / total), total
+
+
+def combined(
+    parts: Sequence[tuple[Sequence[str], tuple[jax.Array, jax.Array]]],
+) -> dict[str, float]:
+    """One mean for each name, from running means that each stand for some of the rows."""
+    sums: dict[str, float] = {}
+    rows: dict[str, float] = {}
+    for names, (means, total) in parts:
+        weight = float(total)
+        for name, mean in zip(names, np.asarray(means).tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + mean * weight
+            rows[name] = rows.get(name, 0.0) + weight
+    return {name: value / rows[name] for name, value in sums.items()}

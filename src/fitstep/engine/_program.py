@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.extend.core import jaxpr_as_fun
+from keras import tree
 
 from fitstep._keras import _trainer
 from fitstep._state import METHODS, check_scalars
@@ -57,18 +58,18 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 def rows_of(batch: Any) -> int:
     """The rows of a batch: the first dimension of its first array, as Keras counts them."""
-    for leaf in jax.tree.leaves(batch):
-        if getattr(leaf, "shape", ()):
-            return leaf.shape[0]
-    return 1
+    # Keras's tree takes a sparse array as one array, JAX's as the arrays it is made of.
+    shapes = [getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)]
+    return next((shape[0] for shape in shapes if shape), 1)
 
 
 def run_eagerly(step: Step, live: Live, arrays: list[Any], batch: Any) -> tuple[Any, list[Any]]:
     """One step op by op, on concrete values."""
     batch = jax.tree.map(jnp.asarray, batch)
     state = live.state(arrays)
-    result, new = step(live.model, live.mode, live.wires(), state, arrays[:-1], batch)
-    return result, [*new, arrays[-1] + 1 if live.mode == "train" else arrays[-1]]
+    result, new = step(live.model, live.mode, live.wires(), state, arrays[:-2], batch)
+    seed, count = arrays[-2:]
+    return result, [*new, seed, count + 1 if live.mode == "train" else count]
 
 
 class Trace:
@@ -105,10 +106,11 @@ class Trace:
 
         def function(given: Any, left: Any, means: Any, batch: Any) -> Any:
             inputs = _placed(count, (given_up, given), (kept, left))
-            state = wires.state(inputs, inputs[-1], record.seed, dict(record.slots))
+            seed, steps = inputs[-2:]
+            state = wires.state(inputs, steps, seed, dict(record.slots))
             batch = jax.tree.unflatten(structure, batch)
-            result, new = step(live.model, mode, wires, state, inputs[:-1], batch)
-            new = [*new, inputs[-1] + 1 if mode == "train" else inputs[-1]]
+            result, new = step(live.model, mode, wires, state, inputs[:-2], batch)
+            new = [*new, seed, steps + 1 if mode == "train" else steps]
             # What is given up must come back; of the rest only what the step has changed.
             self.written = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
             if mode != "predict":

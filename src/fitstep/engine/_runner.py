@@ -38,18 +38,24 @@ class Runner:
         self.donate = donate and self.compiled and not self.checked
         self.snapshot = snapshot
         self._wiring: Any = None
+        self._own_programs: dict[Any, Any] = {}
+        self._finished_means: list[tuple[tuple[str, ...], Any]] = []
         self._extras: tuple[str, ...] = ()
         self._means: Any = ()
         self._averaged: set[str] = set()
         self._examined = False
         self._extras_of_trace: set[str] | None = None
         self._keep_next = snapshot
-        _drop_stale(live.record, fingerprint(live.model))
+        # Within a run its programs stay; a nested run must not drop them.
+        if not live.record.running:
+            _drop_stale(live.record, fingerprint(live.model))
 
     def begin_epoch(self) -> None:
         """Look up the variables and start averages anew; the next inputs become the snapshot."""
         self.live.relist()
+        self.live.read()
         self._extras, self._means = (), ()
+        self._finished_means.clear()
         self._averaged.clear()
         self._keep_next = self.snapshot
 
@@ -66,8 +72,7 @@ class Runner:
             return self._step_eagerly(arrays, batch)
         program, leaves = self._program(arrays, batch)
         if program.extras != self._extras:
-            self._extras = program.extras
-            self._means = _means.no_means(len(program.extras))
+            self._average_anew(program.extras)
             self._averaged.update(program.extras)
         given, kept = program.give_up(arrays), program.keep(arrays)
         careful = not (self.donate and program.proven)
@@ -95,11 +100,19 @@ class Runner:
             hold.release()
         return result
 
+    def _average_anew(self, names: tuple[str, ...]) -> None:
+        """Average other logs from now on: a batch of another shape may have others."""
+        if self._extras:
+            self._finished_means.append((self._extras, self._means))
+        self._extras = names
+        self._means = _means.no_means(len(names)) if names else ()
+
     def averages(self) -> dict[str, float]:
         """The mean over this epoch's rows of each log that is no metric."""
         if not self._averaged:
             return {}
-        means = dict(zip(self._extras, np.asarray(self._means[0]).tolist(), strict=True))
+        self._average_anew(())
+        means = _means.combined(self._finished_means)
         return {name: means[name] for name in sorted(self._averaged)}
 
     def _step_eagerly(self, arrays: list[Any], batch: Any) -> Any:
@@ -124,7 +137,7 @@ class Runner:
         check_scalars(logs, extras, METHODS[self.live.mode])
         names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
         if names != self._extras:
-            self._extras, self._means = names, _means.no_means(len(names))
+            self._average_anew(names)
         values = [logs[name] for name in names]
         self._means = _means.updated_means(self._means, values, rows_of(batch))
         self._averaged |= extras
@@ -147,10 +160,12 @@ class Runner:
                 self.checked,
                 _setting("jax_enable_x64"),
                 _setting("jax_default_matmul_precision"),
-                id(keras.distribution.distribution()),
+                keras.distribution.distribution(),
                 live.wiring.signature,
             )
-            self._programs = live.record.programs.setdefault(key, {})
+            # What JAX compiles itself keeps the model alive, so it must not outlive the run.
+            kept = self._own_programs if self.checked else live.record.programs
+            self._programs = kept.setdefault(key, {})
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         program = self._programs.get(shapes)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,16 +21,26 @@ import numpy as np
 
 import fitstep
 
-# The signals whose handlers commonly raise: Ctrl-C, termination, alarms (timeouts of tests).
-_WATCHED = tuple(
+# Looked at before every step, for a callback may install a handler; the others at the beginning.
+_COMMON = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
-
 _LIBRARIES = tuple(
     f"{Path(module.__file__).parent}{os.sep}"
     for module in (fitstep, jax, jaxlib, keras, np)
     if module.__file__
 )
+
+
+class Front:
+    """Stands in front of one handler of the user's, for as long as anybody may call it."""
+
+    def __init__(self, hold: "Hold", handler: Callable[..., Any]):
+        self.hold = hold
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.hold.receive(self.handler, number, frame)
 
 
 class Hold:
@@ -43,23 +53,23 @@ class Hold:
     def __init__(self) -> None:
         self.held = False
         self._patient = False
-        self._pending: list[tuple[int, FrameType | None]] = []
-        self._users: dict[int, Callable[..., Any]] = {}
+        self._pending: list[tuple[Callable[..., Any], int, FrameType | None]] = []
+        self._numbers: set[int] = set()
         self._raised: BaseException | None = None
         self._dropped = False
         self._report_dropped: Callable[..., Any] = sys.unraisablehook
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler that stands in for the user's."""
+    def receive(self, handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
+        """A signal came: call the user's handler, now or at the release."""
         if self.held and not (self._patient and self._pending):
-            self._pending.append((number, frame))
+            self._pending.append((handler, number, frame))
         else:
             self._pending.clear()
-            self._deliver(number, frame)
+            self._deliver(handler, number, frame)
 
-    def _deliver(self, number: int, frame: FrameType | None) -> None:
+    def _deliver(self, handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
         try:
-            self._users[number](number, frame)
+            handler(number, frame)
         except BaseException as error:
             self._raised = error
             raise
@@ -87,15 +97,15 @@ class Hold:
         else:
             self._report_dropped(unraisable)
 
-    def install(self) -> None:
+    def install(self, numbers: Iterable[int] = _COMMON) -> None:
         """Stand in front of the user's handlers; also of one installed since the last call."""
         if self._raised:
             self.raise_swallowed()
-        for number in _WATCHED:
+        for number in numbers:
             handler = signal.getsignal(number)
-            if handler is not self and callable(handler):
-                self._users[number] = handler
-                signal.signal(number, self)
+            if callable(handler) and getattr(handler, "hold", None) is not self:
+                signal.signal(number, Front(self, handler))
+                self._numbers.add(number)
 
     def watch(self) -> None:
         """Notice what Python drops, from now until `uninstall`."""
@@ -118,9 +128,10 @@ class Hold:
 
     def uninstall(self) -> None:
         """Put the user's handlers back, where nobody else has put one."""
-        for number, handler in self._users.items():
-            if signal.getsignal(number) is self:
-                signal.signal(number, handler)
+        for number in self._numbers:
+            front = signal.getsignal(number)
+            if isinstance(front, Front) and front.hold is self:
+                signal.signal(number, front.handler)
         if sys.unraisablehook == self.watch_dropped:
             sys.unraisablehook = self._report_dropped
 
@@ -128,7 +139,7 @@ class Hold:
 class NoHold(Hold):
     """Off the main thread no signal handler runs, so there is nothing to hold."""
 
-    def install(self) -> None:
+    def install(self, numbers: Iterable[int] = _COMMON) -> None:
         """Leave the handlers alone: only the main thread may set them."""
 
     def watch(self) -> None:
@@ -141,7 +152,7 @@ def holding() -> Iterator[Hold]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     hold = Hold() if in_main_thread else NoHold()
     try:
-        hold.install()
+        hold.install(signal.valid_signals())
         hold.watch()
         yield hold
         hold.raise_swallowed()
