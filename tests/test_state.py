@@ -111,7 +111,9 @@ def test_two_variables_of_one_shape_that_were_exchanged_are_found():
     layout = Layout(("a", "b"), iterated=("trainable",))
     a, b = jnp.zeros(2), jnp.ones(2)
     before = State(0, 0, {"a": a, "b": b}, layout=layout)
-    with pytest.raises(fs.StateError, match="variable `a` and the trainable variable `b` were exchanged"):
+    with pytest.raises(
+        fs.StateError, match="variable `a` and the trainable variable `b` were exchanged"
+    ):
         merge(before, ([b, a],), "test_step")
     c = jnp.full(2, 2.0)
     shifted = merge(before, ([c, a],), "train_step")  # a queue moves its entries on

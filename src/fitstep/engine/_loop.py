@@ -56,7 +56,12 @@ def train(
             runner.begin_epoch()
             step_logs = _epoch(run, runner, _TRAIN)
             if step_logs is None and epoch > first:
-                # The source is exhausted, of which Keras has warned.
+                warnings.warn(
+                    f"The source ran out of data after {epoch - first} of {epochs - first} epochs; "
+                    f"training ends. A generator is iterated once: give one that goes on, with "
+                    f"`steps_per_epoch`, or a source that starts anew, such as a `PyDataset`.",
+                    stacklevel=2,
+                )
                 break
             # 4. The logs of the epoch, read once its steps are done.
             logs = _epoch_logs(runner, step_logs)
