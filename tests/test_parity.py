@@ -518,9 +518,7 @@ def test_a_nested_evaluate_changes_no_number(rows, plain_run, owner):
 
 @OWNERS
 def test_after_a_nested_evaluate_the_metrics_read_true(rows, owner):
-    """Another callback reads the epoch's own metrics: at once, or after the hook in which Keras's
-    own `evaluate` was called, whose end only the hook's end tells.
-    """
+    """Another callback reads the epoch's own metrics; after Keras's own run, from the next hook."""
     x, y = rows
     read = []
 

@@ -1,6 +1,7 @@
 """Signals are held while arrays are out, delivered after, and never swallowed."""
 
 import signal
+from typing import Any
 
 import pytest
 from keras.src.utils.python_utils import pythonify_logs
@@ -125,7 +126,7 @@ def test_a_handler_that_chains_to_the_one_before_it_works():
     seen = []
 
     with holding() as hold:
-        old = signal.getsignal(signal.SIGINT)
+        old: Any = signal.getsignal(signal.SIGINT)
 
         def mine(number, frame):
             seen.append(number)
