@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import types
+import warnings
 
 import jax
 import keras
@@ -954,3 +955,21 @@ def test_alarm_handler_that_raises_leaves_a_whole_model(rows):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert_trains_like(model, counting_mlp(), x, y)
+
+
+def test_stop_iteration_of_a_callback_is_not_taken_for_the_end_of_the_data(rows):
+    """A callback whose own iterator runs dry raises; `fit` does not end as if the data had ended."""
+    x, y = rows
+    model = counting_mlp()
+    own = iter([1, 2])
+
+    class Draw(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            next(own)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the data ran out, which it did not
+        with pytest.raises((StopIteration, RuntimeError)):
+            fs.fit(model, x, y, callbacks=[Draw()], **FIT)
+    assert_alive(model)
+    assert count_of(model) == int(model.optimizer.iterations.value) == 3
