@@ -1,6 +1,7 @@
 """What all tests share: the backend, fixed seeds, eight devices, and small models and data."""
 
 import os
+import signal
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -8,6 +9,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import keras
 import numpy as np
 import pytest
+
+
+# A shell starts background jobs with Ctrl-C ignored, and what is ignored stays so in children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
