@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 
-
 # A shell starts background jobs with Ctrl-C ignored, and what is ignored stays so in children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
