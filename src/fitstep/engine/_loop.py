@@ -164,31 +164,40 @@ def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = 
     model, batches = run.model, run.batches
     begins, ends = (_trainer.listened_to(run.callbacks, hook) for hook in (hooks.begin, hooks.end))
     logs: Any = None
-    # Running out of data is noted by Keras, which warns where more was promised.
-    with batches.catch_stop_iteration():
-        for begin, _, source in batches:
-            # 1. The callbacks learn which step begins.
-            if begins:
-                _call(runner, begins, begin)
-            # 2. One batch is drawn, and one step made; more of them with a stride.
-            results = [runner.step(next(source))]
-            while len(results) < run.stride and (following := next(batches, None)):
-                if (batch := next(following[2], None)) is None:
-                    break
-                results.append(runner.step(batch))
-            # 3. The callbacks see the model after the last step, and its logs.
-            logs = results[-1]
-            if outputs is not None:
-                outputs += results
-                logs = {"outputs": _joined(results)}
-            if ends:
-                # With a stride Keras counts whole strides, also where the data ends within one.
-                _call(runner, ends, begin + run.stride - 1, logs)
-            # 4. A callback may have asked to stop.
-            if getattr(model, hooks.stop):
+    for begin, _, source in batches:
+        # 1. The callbacks learn which step begins.
+        if begins:
+            _call(runner, begins, begin)
+        # 2. One batch is drawn, and one step made; more of them with a stride.
+        if (batch := _draw(batches, source)) is None:
+            break
+        results = [runner.step(batch)]
+        while len(results) < run.stride and (following := next(batches, None)):
+            if (batch := next(following[2], None)) is None:
                 break
+            results.append(runner.step(batch))
+        # 3. The callbacks see the model after the last step, and its logs.
+        logs = results[-1]
+        if outputs is not None:
+            outputs += results
+            logs = {"outputs": _joined(results)}
+        if ends:
+            # With a stride Keras counts whole strides, also where the data ends within one.
+            _call(runner, ends, begin + run.stride - 1, logs)
+        # 4. A callback may have asked to stop.
+        if getattr(model, hooks.stop):
+            break
     runner.live.end_epoch()
     return logs
+
+
+def _draw(batches: Any, source: Iterator[Any]) -> Any:
+    """The next batch, or None at the end of the data, which Keras notes, and warns if it is early.
+
+    Only the draw is looked at: a `StopIteration` out of a step or a callback is the user's error.
+    """
+    with batches.catch_stop_iteration():
+        return next(source)
 
 
 def _joined(results: list[Any]) -> Any:
