@@ -85,7 +85,8 @@ def by_hand(x, y, steps_per_epoch=2, epochs=2, rate=0.1):
 def assert_weights_by_hand(model, x, y, **kwargs):
     expected = by_hand(x, y, **kwargs)[-1]
     for variable, value in zip(model.trainable_variables, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(variable.value), value, rtol=1e-3, atol=1e-5)
+        # The hand loop sums in another order than XLA, in float32, over several steps.
+        np.testing.assert_allclose(np.asarray(variable.value), value, rtol=1e-4, atol=1e-5)
 
 
 # --- works: in the step ------------------------------------------------------------------------
@@ -187,8 +188,9 @@ def test_weights_read_in_the_step_are_those_before_the_update(rows):
         xs = x[step % 2 * 35 : step % 2 * 35 + 35]
         outs.append((np.tanh(xs @ hidden + bias) @ head + last).mean())
     for key, values in (("sum", sums), ("out", outs)):
+        # As above: other orders of float32 sums.
         np.testing.assert_allclose(
-            history[key], [np.mean(values[:2]), np.mean(values[2:4])], rtol=1e-3, atol=1e-4
+            history[key], [np.mean(values[:2]), np.mean(values[2:4])], rtol=1e-4, atol=1e-4
         )
 
 
@@ -320,7 +322,8 @@ def test_compiled_metrics_updated_and_returned_stale_are_named(rows):
             np.abs(np.tanh(xs @ h + b) @ o + c - ys).mean()
             for (h, b, o, c), xs, ys in zip(outs, (x[:35], x[35:]), (y[:35], y[35:]), strict=True)
         ]
-        assert history["mae"][0] == pytest.approx(np.mean(errors), rel=1e-3)
+        # The hand loop sums in another order than XLA, in float32, over several steps.
+        assert history["mae"][0] == pytest.approx(np.mean(errors), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +542,8 @@ def test_handles_kept_outside_the_callback_read_true_values(rows):
 
     fs.fit(model, x, y, callbacks=[See()], **FIT)
     for got, expected in zip(seen, by_hand(x, y)[1:], strict=True):
-        np.testing.assert_allclose(got, expected[0], rtol=1e-3, atol=1e-5)
+        # The hand loop sums in another order than XLA, in float32, over several steps.
+        np.testing.assert_allclose(got, expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(counts, [(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.1)])
 
 
