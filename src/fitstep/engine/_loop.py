@@ -51,7 +51,10 @@ def train(
         for epoch in range(first, epochs):
             # 2. Metrics start anew, and callbacks may still change anything.
             model.reset_metrics()
+            mark = _trainer.mark_nested(model)
             callbacks.on_epoch_begin(epoch)
+            if _trainer.ran_nested(model, mark):
+                model.reset_metrics()
             # 3. The steps. What the variables hold now is the snapshot.
             runner.begin_epoch()
             step_logs = _epoch(run, runner, _TRAIN)

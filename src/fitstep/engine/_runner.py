@@ -54,6 +54,7 @@ class Runner:
         """Look up the variables and start averages anew; the next inputs become the snapshot."""
         self.live.relist()
         self.live.read()
+        self.live.owns_metrics = True
         self._extras, self._means = (), ()
         self._finished_means.clear()
         self._averaged.clear()
