@@ -1,10 +1,13 @@
 """The order of a run, as it is written down in the loop."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 
 import fitstep as fs
+from fitstep._keras import _callbacks
 
 
 class Recorder(keras.callbacks.Callback):
@@ -100,3 +103,68 @@ def test_the_order_is_that_of_keras(steps_per_execution):
     x = np.ones((4, 3), "float32")
     options = {"batch_size": 1, "epochs": 2, "validation_data": (x, x[:, :1]), "validation_freq": 2}
     assert _events(ours, **options) == _events(stock, **options)
+
+
+class ReadsLogs(keras.callbacks.Callback):
+    """Keeps the logs of each batch; `async_safe` says in Keras that it does nothing else."""
+
+    async_safe = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((batch, logs, threading.current_thread()))
+
+
+def fit_of_forty_steps(callback, **options):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+    fs.fit(model, x, x[:, :1], batch_size=1, shuffle=False, callbacks=[callback], **options)
+    return callback
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_callbacks_that_only_read_logs_get_all_of_them_in_order(verbose, capsys):
+    """Their calls may come late, but each comes, in order, from this thread, before the epoch ends."""
+    callback = ReadsLogs()
+    counts = []
+    callback.on_epoch_end = lambda epoch, logs=None: counts.append(len(callback.seen))
+    fit_of_forty_steps(callback, epochs=2, verbose=verbose)
+    prompt = ReadsLogs()
+    prompt.async_safe = False
+    fit_of_forty_steps(prompt, epochs=2, verbose=verbose)
+    assert counts == [40, 80]
+    assert [batch for batch, _, _ in callback.seen] == [*range(40), *range(40)]
+    assert callback.seen == prompt.seen
+    assert {thread for _, _, thread in callback.seen} == {threading.current_thread()}
+
+
+def test_a_late_hook_lags_no_more_than_its_bound():
+    """Logs that are never computed wait, the oldest is called when more than the bound do."""
+    called = []
+    hook = _callbacks.Hook(lambda step, logs: called.append((step, logs)), late=True)
+    computed = {"is": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_callbacks, "_is_computed", lambda values: computed["is"])
+        for step in range(_callbacks.LAG + 3):
+            hook(step, step)
+        assert called == [(0, 0), (1, 1), (2, 2)]
+        computed["is"] = True
+        hook(99, 99)
+    assert [step for step, _ in called] == [*range(_callbacks.LAG + 3), 99]
+
+
+def test_an_error_of_a_late_callback_ends_the_fit_and_keeps_the_model():
+    """An `async_safe` callback that raises ends the fit with its own error, as a prompt one does."""
+
+    class Fails(ReadsLogs):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 7:
+                raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        fit_of_forty_steps(Fails(), verbose=0)

@@ -460,7 +460,7 @@ def test_validation_that_cannot_be_traced_keeps_the_epoch(rows):
 
 
 OUT_OF_MEMORY = """
-    import os, resource
+    import os, resource, time
     os.environ["KERAS_BACKEND"] = "jax"; os.environ["JAX_PLATFORMS"] = "cpu"
     import fitstep as fs, jax, keras, jax.numpy as jnp, numpy as np
     from tests.pains.twins import *
@@ -470,10 +470,16 @@ OUT_OF_MEMORY = """
             long = jnp.tile(jax.lax.stop_gradient(inputs[:2, :1]), (1, 8192)) + jnp.arange(8192.0)
             return inputs + 0.0 * jnp.tanh(jnp.max(long.T @ long))
 
+    def pages_after(seconds):
+        time.sleep(seconds)
+        return int(open("/proc/self/statm").read().split()[0])
+
     class Squeeze(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
-                pages = int(open("/proc/self/statm").read().split()[0])
+                # The last step may still be running, with its 256 MB.
+                jax.block_until_ready([variable.value for variable in all_variables(self.model)])
+                pages = min(pages_after(0.05) for _ in range(10))
                 limit = pages * resource.getpagesize() + 2**26
                 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 

@@ -1,5 +1,6 @@
 """What a callback reads in mid-epoch, through any handle, is true; what it writes takes effect."""
 
+import functools
 import itertools
 import warnings
 
@@ -500,36 +501,56 @@ NESTED = {
 }
 
 
+def run_with_nested(hook, way, kind, rows):
+    """The history and the weights of a fit in which each call of `hook` runs `way`, if any."""
+    x, y = rows
+    keras.utils.set_random_seed(2)
+    layers = [keras.Input((5,)), CountSteps(), keras.layers.Dense(4), keras.layers.Dense(1)]
+    model = (fs if kind != "plain" else keras).Sequential(layers)
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    calls = []
+
+    def run(self, *args, **kwargs):
+        calls.append(hook)
+        if way is not None:
+            NESTED[way](self.model, x[:35], y[:35])
+
+    nested = type("Nested", (keras.callbacks.Callback,), {hook: run})()
+    fit = functools.partial(fs.fit, model) if kind == "plain" else model.fit
+    history = fit(x, y, validation_data=(x[:28], y[:28]), callbacks=[nested], **FIT)
+    assert calls
+    return history.history, values_of(model)
+
+
+def assert_disturbs_nothing(hook, way, kind, rows):
+    history, weights = run_with_nested(hook, None, kind, rows)
+    disturbed, disturbed_weights = run_with_nested(hook, way, kind, rows)
+    assert history == disturbed
+    assert_same(weights, disturbed_weights)
+
+
 @pytest.mark.parametrize("way", NESTED)
 @pytest.mark.parametrize("kind", ["plain", "fs.Sequential"])
 def test_nested_runs_in_a_batch_hook_disturb_nothing(rows, way, kind):
     """A nested pass after each batch leaves history and weights as they are without it."""
-    x, y = rows
-    histories, weights = [], []
-    for nested in (False, True):
-        keras.utils.set_random_seed(2)
-        layers = [keras.Input((5,)), CountSteps(), keras.layers.Dense(4), keras.layers.Dense(1)]
-        model = (fs if kind != "plain" else keras).Sequential(layers)
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    assert_disturbs_nothing("on_train_batch_end", way, kind, rows)
 
-        class Nested(keras.callbacks.Callback):
-            active = nested
 
-            def on_train_batch_end(self, batch, logs=None):
-                if self.active:
-                    NESTED[way](self.model, x[:35], y[:35])
-
-        data = {"validation_data": (x[:28], y[:28]), "callbacks": [Nested()]}
-        if kind == "plain":
-            history = fs.fit(model, x, y, **data, **FIT)
-        else:
-            history = model.fit(x, y, **data, **FIT)
-        histories.append(history.history)
-        weights.append(values_of(model))
-    assert histories[0].keys() == histories[1].keys()
-    for key in histories[0]:
-        np.testing.assert_array_equal(histories[0][key], histories[1][key])
-    assert_same(weights[0], weights[1])
+@pytest.mark.parametrize("way", ["fs.evaluate", "evaluate", "predict", "test_on_batch"])
+@pytest.mark.parametrize("kind", ["plain", "fs.Sequential"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_train_batch_begin",
+        "on_epoch_end",
+        "on_train_end",
+    ],
+)
+def test_nested_runs_in_any_hook_disturb_nothing(rows, hook, way, kind):
+    """So does one in each other hook of training, also before an epoch's first step."""
+    assert_disturbs_nothing(hook, way, kind, rows)
 
 
 @pytest.mark.parametrize("inner", ["fs", "stock"])

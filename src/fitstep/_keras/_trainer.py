@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 from keras.src.backend.config import max_epochs
-from keras.src.utils.python_utils import is_default, pythonify_logs
+from keras.src.utils.python_utils import pythonify_logs
 
 from fitstep._errors import OptimizerError, StateError
 
@@ -198,21 +198,6 @@ def finalize(model: Any) -> None:
     """Let the optimizer set the final values, such as averages."""
     if isinstance(model.optimizer, keras.optimizers.Optimizer):
         model.optimizer.finalize_variable_values(model.trainable_weights)
-
-
-def listened_to(callbacks: Any, hook: str) -> Callable[..., None] | None:
-    """A batch hook of a callback list, or None where no callback has one of its own.
-
-    Asking the list costs more than a small step does.
-    """
-    if type(callbacks) is not keras.callbacks.CallbackList:
-        return getattr(callbacks, hook)
-    # The default of the training hook calls the older, unspecific one.
-    hooks = [hook, hook.replace("_train_", "_")]
-    for callback in callbacks.callbacks:
-        if not all(is_default(getattr(callback, name)) for name in hooks):
-            return getattr(callbacks, hook)
-    return None
 
 
 def mark_nested(model: Any) -> Any:

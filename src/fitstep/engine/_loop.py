@@ -10,7 +10,7 @@ import numpy as np
 from keras import tree
 
 from fitstep._errors import DataError
-from fitstep._keras import _trainer
+from fitstep._keras import _callbacks, _trainer
 from fitstep.engine._live import Live
 from fitstep.engine._program import Step
 from fitstep.engine._runner import Runner
@@ -165,7 +165,7 @@ _PREDICT = _Hooks("on_predict_batch_begin", "on_predict_batch_end", "stop_predic
 def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = None) -> Any:
     """The steps of one epoch; returns the logs of the last one, or None where there was none."""
     model, batches = run.model, run.batches
-    begins, ends = (_trainer.listened_to(run.callbacks, hook) for hook in (hooks.begin, hooks.end))
+    begins, ends = (_callbacks.batch_hook(run.callbacks, hook) for hook in (hooks.begin, hooks.end))
     logs: Any = None
     for begin, _, source in batches:
         # 1. The callbacks learn which step begins.
@@ -190,6 +190,8 @@ def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = 
         # 4. A callback may have asked to stop.
         if getattr(model, hooks.stop):
             break
+    if ends:
+        ends.flush()
     runner.live.end_epoch()
     return logs
 
