@@ -113,6 +113,33 @@ def buffers():
 
 
 @pytest.mark.parametrize("kind", [sequential, WithSteps])
+@pytest.mark.parametrize(
+    ("how", "states"),
+    [({}, 2), ({"snapshot": False}, 1), ({"donate": False}, 1)],
+    ids=["default", "without snapshot", "without donation"],
+)
+def test_a_running_fit_holds_one_state_and_one_snapshot(kind, how, states):
+    """After each step as many kernels are alive as Adam has of a shape, times the states kept."""
+    model = compiled(kind())
+    model(X)
+    layer = model.layers[-1]
+    counts = []
+
+    def count(batch, logs):
+        shape = layer.kernel.shape
+        counts.append(sum(array.shape == shape for array in jax.live_arrays()))
+
+    gc.collect()
+    gc.disable()  # what only the collector would free is not free when the next epoch needs it
+    try:
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=count)
+        fs.fit(model, X, Y, batch_size=5, epochs=3, verbose=0, callbacks=[callback], **how)
+    finally:
+        gc.enable()
+    assert counts[2:] == [3 * states] * 4
+
+
+@pytest.mark.parametrize("kind", [sequential, WithSteps])
 def test_programs_and_arrays_go_with_the_models(kind):
     """Three more models leave as many compiled programs and device arrays as there were before."""
     worked(kind)  # what JAX and Keras compile once for all models

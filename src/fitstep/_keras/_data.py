@@ -7,6 +7,7 @@ yields is copied, and slices of the user's arrays are too.
 
 import types
 from collections.abc import Callable, Iterator
+from numbers import Number
 from typing import Any
 
 import jax
@@ -25,8 +26,6 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from fitstep._errors import DataError
-
-_NOT_NUMBERS = frozenset("OSUMm")
 
 
 def global_seed() -> int | None:
@@ -230,7 +229,7 @@ def batches(
         rng: makes the generator that shuffles arrays; asked for only where `shuffle` is true.
 
     Raises:
-        DataError: for arrays without rows.
+        DataError: for arrays without rows, or with text and the like where numbers belong.
     """
     adapter = x
     if isinstance(x, DataAdapter):
@@ -242,6 +241,7 @@ def batches(
         rows = [shape[0] for shape in shapes]
         if not rows or 0 in rows:
             raise DataError(f"`x` and `y` must have at least one row. Received rows: {rows}.")
+        check_numbers((x, y, sample_weight))
         adapter = Arrays(
             x,
             y,
@@ -287,19 +287,41 @@ def _as_array(leaf: Any) -> Any:
 
 
 def check_numbers(batch: Any) -> None:
-    """Refuse what JAX cannot compute with.
+    """Refuse what Keras and JAX cannot compute with; takes a batch or the arrays of a whole run.
 
     Raises:
-        DataError: which array, and what stands in it.
+        DataError: which array or column, and what stands in it.
     """
-    for label, part in zip("xyw", keras.utils.unpack_x_y_sample_weight(batch), strict=True):
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
         for path, leaf in tree.flatten_with_path(part):
-            kind = getattr(getattr(leaf, "dtype", None), "kind", "f")
-            if kind in _NOT_NUMBERS:
-                where = "".join(f"[{step!r}]" for step in path)
-                name = {"w": "sample_weight"}.get(label, label)
-                raise DataError(
-                    f"`{name}{where}` must hold numbers. Received: dtype {leaf.dtype}, e.g. "
-                    f"{np.ravel(leaf)[:1]!r}. Encode text and dates as numbers first, e.g. with "
-                    f"`pandas.get_dummies` or a lookup table."
-                )
+            for column, values in _columns(leaf):
+                if not _is_numeric(values):
+                    where = "".join(f"[{step!r}]" for step in (*path, *column))
+                    raise DataError(
+                        f"`{name}{where}` must hold numbers. Received: dtype {values.dtype}, e.g. "
+                        f"{_telling_value(values)!r:.80}. Convert numbers with `astype('float32')`; encode "
+                        f"text, categories and dates first, e.g. with `pandas.get_dummies`."
+                    )
+
+
+def _columns(leaf: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """An array as it is, a table column by column."""
+    if hasattr(leaf, "columns"):
+        yield from (((name,), values) for name, values in leaf.items())
+    else:
+        yield (), leaf
+
+
+def _is_numeric(values: Any) -> bool:
+    try:
+        keras.backend.standardize_dtype(getattr(values, "dtype", "float32"))
+    except ValueError:
+        return False
+    return True
+
+
+def _telling_value(values: Any) -> Any:
+    """The first value that is no number, else the first."""
+    flat = np.asarray(values).ravel().tolist()
+    return next((value for value in flat if not isinstance(value, Number)), next(iter(flat), None))

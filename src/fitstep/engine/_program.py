@@ -82,7 +82,8 @@ class Trace:
         donate: whether the program may overwrite its inputs.
 
     Attributes:
-        function: what was traced, `(given up, kept, means, batch) -> (new, result, means)`.
+        function: what was traced, `(given up, kept, means, batch) -> (new, result, means)`. It
+            refers to no array of the state, which would stay for as long as it does.
         written: the places of the arrays that come back.
         log_names: the names of the logs, sorted.
     """
@@ -98,27 +99,28 @@ class Trace:
         donate: bool,
     ):
         self.live, self.arrays, self.leaves, self.structure = live, arrays, leaves, structure
-        wires, record, mode, count = live.wires(), live.record, live.mode, len(arrays)
+        model, record, mode = live.model, live.record, live.mode
+        wires, count = live.wires(), len(arrays)
         self.given_up = given_up = _given_up(live) if donate else []
         self.kept = kept = [i for i in range(count) if i not in set(given_up)]
-        self.written: list[int] = []
-        self.log_names: list[str] = []
+        written: list[int] = []
+        log_names: list[str] = []
 
         def function(given: Any, left: Any, means: Any, batch: Any) -> Any:
             inputs = _placed(count, (given_up, given), (kept, left))
             seed, steps = inputs[-2:]
             state = wires.state(inputs, steps, seed, dict(record.slots))
             batch = jax.tree.unflatten(structure, batch)
-            result, new = step(live.model, mode, wires, state, inputs[:-2], batch)
+            result, new = step(model, mode, wires, state, inputs[:-2], batch)
             new = [*new, seed, steps + 1 if mode == "train" else steps]
             # What is given up must come back; of the rest only what the step has changed.
-            self.written = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
+            written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
             if mode != "predict":
-                self.log_names = sorted(result)
-                result = {name: jnp.asarray(result[name]) for name in self.log_names}
-            return tuple(new[i] for i in self.written), result, means
+                log_names[:] = sorted(result)
+                result = {name: jnp.asarray(result[name]) for name in log_names}
+            return tuple(new[i] for i in written), result, means
 
-        self.function = function
+        self.function, self.written, self.log_names = function, written, log_names
         self.donated = (0, 2) if donate else ()
         self.inputs = (
             tuple(arrays[i] for i in given_up),
@@ -182,10 +184,11 @@ def compile_step(trace: Trace, *, checked: bool) -> Program:
         return Program(trace.traced.lower().compile(), *layout)
     rows = rows_of(jax.tree.unflatten(trace.structure, trace.leaves))
     outputs, jaxpr = jax.tree.structure(trace.traced.out_info), jaxpr_as_fun(trace.traced.jaxpr)
+    function = trace.function
 
     def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
         if checked:
-            new, result, _ = trace.function(given, left, (), batch)
+            new, result, _ = function(given, left, (), batch)
         else:  # the trace that is there already
             flat = jaxpr(*jax.tree.leaves((given, left, batch)))
             new, result, _ = jax.tree.unflatten(outputs, flat)
