@@ -137,7 +137,11 @@ def equal_runs(build, source, **kwargs):
         model = build()
         data = source()
         data = data if isinstance(data, tuple) else (data,)
-        history = train(model, *data, shuffle=False, verbose=0, **kwargs)
+        with warnings.catch_warnings():
+            if train is not fs.fit:
+                # Keras says so at the end of each epoch of a source of unknown length.
+                warnings.filterwarnings("ignore", "Your input ran out of data")
+            history = train(model, *data, shuffle=False, verbose=0, **kwargs)
         results.append((history.history, history.epoch, model))
     (stock, stock_epochs, stock_model), (ours, our_epochs, our_model) = results
     assert list(ours) == list(stock)
@@ -418,9 +422,20 @@ def test_evaluate_and_predict_draw_as_many_as_their_steps(rows):
     np.testing.assert_allclose(got, made, **CLOSE)
 
 
-def grain_dataset(grain, x, y):
-    pairs = list(zip(x, y, strict=True))
-    return grain.MapDataset.source(pairs).batch(BATCH).to_iter_dataset()
+def grain_map_dataset(grain, x, y):
+    return grain.MapDataset.source(list(zip(x, y, strict=True))).batch(BATCH)
+
+
+def grain_iter_dataset(grain, x, y):
+    return grain_map_dataset(grain, x, y).to_iter_dataset()
+
+
+def grain_loader(grain, x, y):
+    return grain.DataLoader(
+        data_source=list(zip(x, y, strict=True)),
+        sampler=grain.samplers.SequentialSampler(len(x), grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(BATCH)],
+    )
 
 
 def torch_loader(torch, x, y):
@@ -432,14 +447,33 @@ def tensorflow_dataset(tensorflow, x, y):
     return tensorflow.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
 
 
-LOADERS = {"grain": grain_dataset, "torch": torch_loader, "tensorflow": tensorflow_dataset}
+LOADERS = {
+    "a map dataset of Grain": ("grain", grain_map_dataset),
+    "an iter dataset of Grain": ("grain", grain_iter_dataset),
+    "a loader of Grain": ("grain", grain_loader),
+    "a loader of PyTorch": ("torch", torch_loader),
+    "a dataset of TensorFlow": ("tensorflow", tensorflow_dataset),
+}
 
 
-@pytest.mark.parametrize("library", LOADERS)
-def test_loaders_of_other_libraries(rows, library):
-    """A dataset of Grain, PyTorch or TensorFlow, where installed, trains as in Keras."""
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_of_other_libraries(rows, kind):
+    """A source of another library, where that is installed, trains as in Keras, and says nothing."""
+    library, source = LOADERS[kind]
     module = pytest.importorskip(library, reason=f"{library} is not installed")
-    equal_runs(dense, lambda: LOADERS[library](module, *rows), epochs=2)
+    equal_runs(dense, lambda: source(module, *rows), epochs=2)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_of_other_libraries_are_evaluated_and_predicted(rows, kind):
+    """Such a source gives the loss and the outputs that its arrays give."""
+    library, source = LOADERS[kind]
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    model = dense()
+    loss, outputs = fs.evaluate(model, *rows, verbose=0), fs.predict(model, rows[0], verbose=0)
+    data = source(module, *rows)
+    np.testing.assert_allclose(fs.evaluate(model, data, verbose=0), loss, **CLOSE)
+    np.testing.assert_allclose(fs.predict(model, data, verbose=0), outputs, **CLOSE)
 
 
 # --- what is no data --------------------------------------------------------------------------

@@ -197,6 +197,11 @@ class Batches(JAXEpochIterator):
             return self.data_adapter.get_jax_iterator()
         return super()._get_iterator()
 
+    def _interrupted_warning(self) -> None:
+        # A source of unknown length that starts anew has ended an epoch, not interrupted it.
+        if self.steps_per_epoch or isinstance(self.data_adapter, Generated):
+            super()._interrupted_warning()
+
     def first_batch(self) -> Any:
         """The first batch, for building the model; after a `reset` it is drawn again."""
         self.peeked = True
