@@ -3,7 +3,8 @@
 The model is left as Keras's own methods leave it; nothing of fitstep is written to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -84,7 +85,7 @@ def fit(
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    with uninterrupted():
+    with _alone(model):
         _trainer.build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
@@ -156,7 +157,7 @@ def _evaluate_batches(
     model: Any, batches: Any, *, verbose: Any, callbacks: Any, stride: int
 ) -> dict[str, Any]:
     """Evaluate on an iterator that is there already; returns the logs."""
-    with uninterrupted():
+    with _alone(model):
         _trainer.build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
@@ -185,7 +186,7 @@ def predict(
     """
     _check_model(model, "predict")
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
-    with uninterrupted():
+    with _alone(model):
         _trainer.build_for_prediction(model, batches.first_batch)
     if batches.peeked:
         batches.reset()
@@ -231,14 +232,14 @@ def predict_on_batch(model: Any, x: Any) -> Any:
     """Predict on one batch, as `keras.Model.predict_on_batch`."""
     _check_model(model, "predict_on_batch")
     batch = _data.on_devices((x,))
-    with uninterrupted():
+    with _alone(model):
         _trainer.build_for_prediction(model, lambda: batch)
     return _loop.on_batch(model, _step.run, "predict", batch)
 
 
 def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     _data.check_numbers(batch)
-    with uninterrupted():
+    with _alone(model):
         _trainer.build(model, lambda: batch)
     model.reset_metrics()
     logs = _loop.on_batch(model, _step.run, mode, batch)
@@ -254,9 +255,10 @@ def capture(model: Any) -> State:
     Raises:
         StateError: if a variable has no value.
     """
-    live = Live(model, "train")
-    live.relist()
-    return live.state(copies(live.read()))
+    with record_of(model).lock:
+        live = Live(model, "train")
+        live.relist()
+        return live.state(copies(live.read()))
 
 
 def restore(model: Any, state: State) -> None:
@@ -267,11 +269,18 @@ def restore(model: Any, state: State) -> None:
     Raises:
         StateError: every name that is missing, unknown, or of another shape or dtype.
     """
-    with uninterrupted():
+    with _alone(model):
         _trainer.build_optimizer(model)
         live = Live(model, "train")
         live.relist()
         live.restore(state)
+
+
+@contextmanager
+def _alone(model: Any) -> Iterator[None]:
+    """While a model is built or written to, no signal and no other thread's step comes between."""
+    with record_of(model).lock, uninterrupted():
+        yield
 
 
 def _check_model(model: Any, function: str) -> None:

@@ -67,4 +67,5 @@ _LATE_FLAGS = {
 
 
 def _is_computed(values: Any) -> bool:
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array))
+    arrays = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ back, so every handle reads true values between steps and every write takes effe
 
 import itertools
 import operator
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,9 @@ class Record:
         self.warned: set[str] = set()
         # The runs that are under way, the innermost last.
         self.running: list[Live] = []
+        # One thread at a time builds, traces or steps; held by a thread that runs a step within
+        # another's trace, too, so it may be taken twice.
+        self.lock = threading.RLock()
 
     def take_global_seed(self) -> None:
         """Take over a seed that was given to Keras since the last run."""
@@ -124,6 +128,12 @@ class Live:
         self.owns_metrics = False
         self._names: list[str] | None = None
 
+    def given_up(self) -> list[int]:
+        """What a program may overwrite: in training everything, in testing the metrics."""
+        if self.mode == "train":
+            return list(range(len(self.wiring.variables)))
+        return sorted(set(self.wiring.places["metrics"]))
+
     def relist(self) -> None:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
         cells = (self.record.seed, self.record.step)
@@ -167,6 +177,7 @@ class Live:
     def _take_over(self, arrays: list[Any]) -> list[Any]:
         """Accept what others assigned since the last step, made fit for a program."""
         metrics = set(self.wiring.places["metrics"]) if self.owns_metrics else set()
+        given_up = set(self.given_up())
         seen: set[int] = set()
         for i, (variable, array) in enumerate(zip(self.wiring.variables, arrays, strict=True)):
             if i in metrics and self.last[i] is not None:
@@ -175,7 +186,7 @@ class Live:
                 array = self._fit_for_program(i, variable, array)
                 # In the middle of a run the next step may be given the array itself: the one
                 # that somebody has assigned stays theirs.
-                if self.last[i] is not None:
+                if i in given_up and self.last[i] is not None:
                     array = jnp.copy(array)
             if id(array) in seen:
                 array = jnp.copy(array)

@@ -11,7 +11,7 @@ from keras import tree
 
 from fitstep._errors import DataError
 from fitstep._keras import _callbacks, _trainer
-from fitstep.engine._live import Live
+from fitstep.engine._live import Live, record_of
 from fitstep.engine._program import Step
 from fitstep.engine._runner import Runner
 from fitstep.engine._signals import holding
@@ -124,27 +124,30 @@ def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
 def _running(run: Run, mode: str) -> Iterator[Runner]:
     """A run from its beginning to its end, which leaves the model whole however it comes."""
     with holding() as hold:
-        live = Live(run.model, mode)
-        runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
-        running = live.record.running
+        record = record_of(run.model)
+        with record.lock:
+            live = Live(run.model, mode)
+            runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+        hold.held = True
         try:
-            hold.held = True
-            running.append(live)
-            # From here on a failure, also of a callback at the very beginning, can be mended.
-            live.relist()
-            live.read()
-            hold.release()
+            with record.lock:
+                record.running.append(live)
+                # From here on a failure, also of a callback at the very beginning, can be mended.
+                live.relist()
+                live.read()
+                hold.release()
             yield runner
         except BaseException as error:
             _settle(runner, error)
             raise
         finally:
             hold.held = True
-            running.remove(live)
-            _trainer.unmark_nested(run.model)
-            if running:
-                # A run within a callback of another used the same metrics.
-                running[-1].write_back()
+            with record.lock:
+                record.running.remove(live)
+                _trainer.unmark_nested(run.model)
+                if record.running:
+                    # A run within a callback of another used the same metrics.
+                    record.running[-1].write_back()
             hold.release()
 
 
@@ -252,8 +255,9 @@ def _settle(runner: Runner, error: BaseException) -> None:
     """Leave the model whole after a failure, and say what was taken back."""
     runner.hold.held = True
     try:
-        taken_back = runner.live.settle()
-        _trainer.forget_losses(runner.live.model)
+        with runner.live.record.lock:
+            taken_back = runner.live.settle()
+            _trainer.forget_losses(runner.live.model)
         if taken_back:
             error.add_note(f"fitstep: {taken_back}.")
     finally:

@@ -101,7 +101,7 @@ class Trace:
         self.live, self.arrays, self.leaves, self.structure = live, arrays, leaves, structure
         model, record, mode = live.model, live.record, live.mode
         wires, count = live.wires(), len(arrays)
-        self.given_up = given_up = _given_up(live) if donate else []
+        self.given_up = given_up = live.given_up() if donate else []
         self.kept = kept = [i for i in range(count) if i not in set(given_up)]
         written: list[int] = []
         log_names: list[str] = []
@@ -212,12 +212,3 @@ def _placed(count: int, *groups: tuple[Sequence[int], Sequence[Any]]) -> list[An
         for i, array in zip(places, arrays, strict=True):
             placed[i] = array
     return placed
-
-
-def _given_up(live: Live) -> list[int]:
-    """What a program may overwrite: in training everything, in testing the metrics."""
-    if live.mode == "predict":
-        return []
-    if live.mode == "test":
-        return sorted(set(live.wiring.places["metrics"]))
-    return list(range(len(live.wiring.variables)))

@@ -52,20 +52,25 @@ class Runner:
 
     def begin_epoch(self) -> None:
         """Look up the variables and start averages anew; the next inputs become the snapshot."""
-        self.live.relist()
-        self.live.read()
-        self.live.owns_metrics = True
+        with self.live.record.lock:
+            self.live.relist()
+            self.live.read()
+            self.live.owns_metrics = True
         self._extras, self._means = (), ()
         self._finished_means.clear()
         self._averaged.clear()
         self._keep_next = self.snapshot
 
     def step(self, batch: Any) -> Any:
-        """One step on one batch.
+        """One step on one batch, whatever other threads do with the model.
 
         Returns:
             Its logs as device arrays; in prediction its outputs.
         """
+        with self.live.record.lock:
+            return self._execute(batch)
+
+    def _execute(self, batch: Any) -> Any:
         live, hold = self.live, self.hold
         hold.install()
         arrays = live.read()
