@@ -52,6 +52,11 @@ def fit(
 
     Args:
         model: a compiled `keras.Model`: Sequential, Functional, subclassed, loaded.
+        x, y, sample_weight: arrays of B rows each (NumPy, JAX, pandas, in `x` also SciPy sparse),
+            or lists, tuples, dicts of them; or in `x` alone a source of batches `(x, y)` or
+            `(x, y, sample_weight)`: a `PyDataset`, a generator, a dataset of Grain, torch, tf.data.
+        batch_size: the rows of a step, 32 if None. Only for arrays.
+        epochs, initial_epoch, steps_per_epoch: as in Keras. None takes all the batches there are.
         steps_per_execution: the steps between two calls of the callbacks' batch hooks. None
             takes what the model was compiled with.
         donate: update the weights in place. False keeps the state before every step, so nothing
@@ -130,6 +135,9 @@ def evaluate(
     Weights are never given up to a running step.
 
     Args:
+        model, x, y, sample_weight, batch_size: as in `fit`.
+        steps: the number of batches, all if None.
+        return_dict: return name -> number rather than the numbers in the metrics' order.
         cached: evaluate on the batches that a surrounding `fit` has prepared.
 
     Returns:
@@ -177,6 +185,11 @@ def predict(
     steps_per_execution: int | None = None,
 ) -> Any:
     """Predict with a Keras model, compiled or not; every argument means what it means in Keras.
+
+    Args:
+        model: a built or buildable `keras.Model`.
+        x, batch_size: as in `fit`.
+        steps: the number of batches, all if None.
 
     Returns:
         NumPy arrays in the structure of the model's outputs, one row for each row of `x`.

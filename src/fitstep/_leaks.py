@@ -11,8 +11,6 @@ from jax.core import Tracer
 
 from fitstep._keras import _trainer
 
-# Where Keras itself puts traced losses during a step, and takes them away again.
-_KERAS_OWN = frozenset({"_losses", "_losses_override", "_loss_ids"})
 _DEPTH = 3
 
 
@@ -47,7 +45,7 @@ class Leaks:
         leaks = []
         for label, owner, before in self._before:
             for name, value in list(vars(owner).items()):
-                if name in _KERAS_OWN or not _holds_tracer(value):
+                if name in _trainer.LOSSES_OF_A_STEP or not _holds_tracer(value):
                     continue
                 leaks.append(f"{label}.{name}")
                 if before.get(name) is value:

@@ -22,6 +22,12 @@ def _stock_trainer() -> type:
 StockTrainer: type = _stock_trainer()
 
 
+# The attributes of a layer in which Keras keeps traced losses during a step, and no longer.
+LOSSES_OF_A_STEP = frozenset({"_losses", "_losses_override", "_loss_ids"})
+# The attribute behind `layer.trainable` and `variable.trainable`.
+TRAINABLE = "_trainable"
+
+
 class Parts(NamedTuple):
     """The variables of a model in Keras's order; one may stand in several places."""
 
@@ -279,7 +285,7 @@ def watched_updates(model: Any, trainable: Sequence[Any], names: Sequence[str]) 
         if unknown:
             raise OptimizerError(
                 f"The optimizer has no slots for {', '.join(map(repr, unknown))}, which "
-                f"became trainable after it was built. Call `compile` again."
+                f"became trainable after it was built. Call `compile` with a new optimizer."
             )
         places = [today.get(id(v)) for v in own]
         full_grads = [None if i is None else grads[i] for i in places]

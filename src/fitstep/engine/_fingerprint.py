@@ -60,7 +60,7 @@ def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
         found[id(thing), ""] = Same(thing)
         is_keras = type(thing).__module__.startswith("keras.")
         for name, value in vars(thing).items():
-            private = name.startswith("_") and name != "_trainable"
+            private = name.startswith("_") and name != _trainer.TRAINABLE
             if name in _OF_THE_LOOP or (private and (is_keras or name in kept_by_keras)):
                 continue
             if (part := _part(value)) is not None:
