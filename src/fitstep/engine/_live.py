@@ -312,15 +312,14 @@ class Live:
 
 
 def _place_like(variables: Sequence[Any], cell: Cell) -> None:
-    """Put the seed or the count of steps where the variables are: on their mesh, or on no mesh."""
-    shardings = [getattr(array, "sharding", None) for array in _values.read(variables)]
-    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
-    if meshes:
-        everywhere = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
-        if cell.array.sharding != everywhere:
-            cell.array = jax.device_put(cell.array, everywhere)
-    elif isinstance(cell.array.sharding, jax.sharding.NamedSharding):
-        cell.array = jnp.asarray(np.asarray(cell.array))
+    """Put the seed or the count of steps on all devices of the mesh that the variables are on."""
+    for array in _values.read(variables):
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            if cell.array.sharding != everywhere:
+                cell.array = jax.device_put(cell.array, everywhere)
+            return
 
 
 def copies(arrays: Sequence[Any]) -> list[Any]:
