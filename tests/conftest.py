@@ -6,9 +6,11 @@ import signal
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import keras
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # A shell starts background jobs with Ctrl-C ignored, and what is ignored stays so in children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,3 +31,17 @@ def rows():
     x = generator.normal(size=(70, 5)).astype("float32")
     y = (x.sum(axis=1, keepdims=True) + 0.1 * generator.normal(size=(70, 1))).astype("float32")
     return x, y
+
+
+@pytest.fixture(scope="module")
+def equal_programs_compiled_once(tmp_path_factory):
+    """For tests that make the same small programs again: halves their time, keeps their bits."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

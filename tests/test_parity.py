@@ -12,27 +12,14 @@ import jax
 import keras
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from keras import layers
 
 import fitstep as fs
 
+pytestmark = pytest.mark.usefixtures("equal_programs_compiled_once")
+
 BATCH = 32
 SGD = keras.optimizers.SGD
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _equal_programs_are_compiled_once(tmp_path_factory):
-    """These tests make the same small programs again and again: halves their time, keeps their bits."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 # --- models -----------------------------------------------------------------------------------

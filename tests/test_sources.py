@@ -9,30 +9,17 @@ import pandas as pd
 import pytest
 import scipy.sparse
 from jax import numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 from keras import layers
 
 import fitstep as fs
+
+pytestmark = pytest.mark.usefixtures("equal_programs_compiled_once")
 
 BATCH = 32
 # Both run the same step program; the last place may differ where XLA fuses another way.
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 # Keras's nightly asks JAX 0.12 for the dtype of the data when it builds a model, stock `fit` too.
 NARROWED = pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _equal_programs_are_compiled_once(tmp_path_factory):
-    """These tests make the same small programs again and again: halves their time, keeps their bits."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def dense():
