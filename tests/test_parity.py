@@ -827,3 +827,26 @@ def test_shuffling_visits_every_row_once_an_epoch_in_new_orders():
                     [8, 9, 10, 11],
                 ]
         assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_functional_model_is_made_once_and_named_as_in_keras(monkeypatch):
+    """`fs.Model(inputs, outputs)` runs one constructor, and counts names as Keras's own does."""
+    x = keras.Input((2,))
+    functional = next(
+        cls for cls in type(keras.Model(x, x)).__mro__ if cls.__name__ == "Functional"
+    )
+    constructor, made = functional.__init__, []
+
+    def count(self, *args, **kwargs):
+        made.append(type(self))
+        constructor(self, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "__init__", count)
+    names = []
+    for cls in (keras.Model, fs.Model):
+        keras.utils.clear_session()
+        x = keras.Input((2,))
+        models = [cls(x, layers.Dense(1)(x)), cls(x, layers.Dense(1)(x)), cls(x, x, name="own")]
+        names.append([model.name for model in models])
+    assert names[0] == names[1] == ["functional", "functional_1", "own"]
+    assert len(made) == 6

@@ -499,10 +499,15 @@ def test_a_generator_without_batches_is_an_error_that_says_so():
     assert isinstance(error, ValueError)
 
 
-def test_unequal_lengths_are_keras_s_error(rows):
-    """Rows of x without rows of y: Keras's own words, before any step."""
+def test_unequal_lengths_are_counted(rows):
+    """Rows of x without rows of y: an error that counts both, before any step."""
     x, y = rows
-    untouched(dense(), lambda m: fs.fit(m, x, y[:69], verbose=0), ValueError, "cardinality")
+    untouched(
+        dense(),
+        lambda m: fs.fit(m, x, y[:69], verbose=0),
+        fs.DataError,
+        "cardinality.*Received rows: x: 70; y: 69",
+    )
 
 
 NO_NUMBERS = {
@@ -521,6 +526,10 @@ NO_NUMBERS = {
     "a gap among objects": (
         lambda x, y: (np.where(x > 0, x, None), y),
         r"`x` must .* dtype object, e\.g\. None",
+    ),
+    "values behind a mask": (
+        lambda x, y: (np.ma.masked_greater(x, 1.0), y),
+        r"`x` is a masked array.*`x\.filled",
     ),
     "a frame with a column of text": (
         lambda x, y: (pd.DataFrame(x).assign(name="a").drop(columns=4), y),
@@ -676,3 +685,32 @@ def test_the_arrays_of_the_user_are_still_there_afterwards(rows):
     np.testing.assert_array_equal(x, rows[0])
     np.testing.assert_array_equal(y, rows[1])
     assert isinstance(x, jax.Array)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras's word, at the first end
+def test_a_validation_generator_that_is_exhausted_is_named(rows):
+    """It is the validation's data that ended, which the error says, and what to give instead."""
+    x, y = rows
+    model = dense()
+    with pytest.raises(fs.DataError, match=r"evaluation or validation has no batch.*any more"):
+        fs.fit(model, x, y, epochs=3, validation_data=(pair for pair in [(x, y)]), verbose=0)
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": -3}, "batch_size must be >= 1. Received: -3"),
+        ({"batch_size": 0}, "batch_size must be >= 1. Received: 0"),
+        ({"steps_per_epoch": -1}, "the number of steps must be >= 1. Received: -1"),
+        ({"validation_split": 2.0}, "`validation_split` must be a share"),
+        ({"epochs": "3"}, "`epochs` must be an integer. Received: '3'"),
+        ({"callbacks": [1]}, "`callbacks` must hold instances"),
+    ],
+)
+def test_a_number_out_of_range_is_named(rows, options, said):
+    """What `fit` cannot do is told by the argument, before any step."""
+    model = dense()
+    with pytest.raises((ValueError, TypeError), match=said):
+        fs.fit(model, *rows, verbose=0, **options)
+    assert int(model.optimizer.iterations) == 0

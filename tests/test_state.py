@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import fitstep as fs
-from fitstep._state import ITERATED, Layout, State, merge
+from fitstep._returned import merge
+from fitstep._state import ITERATED, Layout, State
 
 
 def _state(mode="train"):
@@ -192,3 +193,101 @@ def test_a_captured_state_survives_training(rows):
     fs.fit(model, x, y, verbose=0)
     np.testing.assert_array_equal(np.asarray(state.trainable["dense/kernel"]), kernel)
     assert not np.array_equal(model.layers[0].kernel.numpy(), kernel)
+
+
+def test_a_state_captured_before_the_first_fit_is_restored_after_it(rows):
+    """The optimizer is built by `capture`; metrics, which a first batch builds, start anew."""
+    x, y = rows
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    start = fs.capture(model)
+    first = fs.fit(model, x, y, shuffle=False, verbose=0).history
+    fs.restore(model, start)
+    assert int(model.optimizer.iterations.value) == 0
+    assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
+    assert fs.fit(model, x, y, shuffle=False, verbose=0).history == first
+
+
+def test_restore_into_a_model_that_has_seen_no_batch_yet(rows):
+    """A fresh build with metrics takes the state, and trains on as the first model does."""
+    x, y = rows
+
+    def build():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    model, other = build(), build()
+    fs.fit(model, x, y, shuffle=False, verbose=0)
+    fs.restore(other, fs.capture(model))
+    expected = fs.fit(model, x, y, shuffle=False, verbose=0).history
+    assert fs.fit(other, x, y, shuffle=False, verbose=0).history == expected
+
+
+def test_capture_and_restore_say_what_they_take():
+    """A model that is not built, what is no model and what is no state are errors that say so."""
+    with pytest.raises(fs.StateError, match="is not built"):
+        fs.capture(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.raises(TypeError, match=r"`fitstep.capture` takes a `keras.Model`"):
+        fs.capture("model")
+    with pytest.raises(TypeError, match=r"`fitstep.restore` takes a state"):
+        fs.restore(_model(), {})
+
+
+class Selecting(keras.Model):
+    """A model whose step keeps the old state where the loss is not finite, by way of a tree map."""
+
+    def __init__(self, select):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.select = select
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        logs, new = super().train_step(state, data)
+        return logs, self.select(logs["loss"], new, state)
+
+
+def _keep_finite(loss, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(loss), a, b), new, old)
+
+
+def test_a_tree_map_over_the_state_works_with_a_tuple_and_says_so_without(rows):
+    """`tuple(state)` is what Keras passes; where JAX meets a State beside a tuple, a note says it."""
+    x, y = rows
+    model = Selecting(lambda loss, new, old: _keep_finite(loss, new, tuple(old)))
+    model.compile("sgd", "mse")
+    fs.fit(model, x, y, verbose=0)
+    assert int(model.optimizer.iterations.value) == 3
+    model = Selecting(_keep_finite)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError) as caught:
+        fs.fit(model, x, y, verbose=0)
+    assert "`tuple(state)`" in "".join(caught.value.__notes__)
+
+
+def test_a_state_that_went_through_a_transformation_is_taken(rows):
+    """`jit` and tree maps make new `step` and `seed`; only numbers put in their place are refused."""
+    x, y = rows
+
+    def through(loss, new, old):
+        return jax.jit(lambda state: state)(old.replace(trainable=new[0], optimizer=new[2]))
+
+    model = Selecting(through)
+    model.compile("sgd", "mse")
+    fs.fit(model, x, y, verbose=0)
+    assert int(model.optimizer.iterations.value) == 3
+    model = Selecting(lambda loss, new, old: old.replace(step=0))
+    model.compile("sgd", "mse")
+    with pytest.raises(fs.StateError, match="changed `step` or `seed`"):
+        fs.fit(model, x, y, verbose=0)
+
+
+def test_a_state_is_compared_and_hashed_by_identity():
+    """Arrays have no truth value, so neither has their comparison."""
+    one, other = State(0, 0, {"a": jnp.zeros(2)}), State(0, 0, {"a": jnp.zeros(2)})
+    assert one == one  # noqa: PLR0124
+    assert one != other
+    assert len({one, other}) == 2

@@ -14,6 +14,7 @@ ORDER = [
     "_backend",
     "_keras",
     "_state",
+    "_returned",
     "_leaks",
     "_step",
     "engine",

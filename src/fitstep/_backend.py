@@ -50,8 +50,9 @@ def is_command() -> bool:
     # `python -m fitstep`, also written `-mfitstep` or `-um fitstep`.
     words = sys.orig_argv[1:]
     return any(
-        word.startswith("-") and word.endswith(("m", "mfitstep")) and "fitstep" in (word + after)
-        for word, after in zip(words, [*words[1:2], *words[2:], ""], strict=True)
+        word.startswith("-")
+        and (word.endswith("mfitstep") or (word.endswith("m") and after == "fitstep"))
+        for word, after in zip(words, [*words[1:], ""], strict=True)
     )
 
 

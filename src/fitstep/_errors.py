@@ -35,3 +35,8 @@ class CheckpointError(FitstepError, OSError):
 
 class NonFiniteError(FitstepError, ArithmeticError):
     """A loss, a gradient or a variable is not finite."""
+
+
+# Tracebacks name a class as users import it.
+for _class in [FitstepError, *FitstepError.__subclasses__()]:
+    _class.__module__ = "fitstep"

@@ -12,6 +12,7 @@ import numpy as np
 
 from fitstep import _step
 from fitstep._backend import refuse_nnx
+from fitstep._errors import StateError
 from fitstep._keras import _data, _trainer
 from fitstep._state import State
 from fitstep.engine import _loop
@@ -75,6 +76,7 @@ def fit(
     _check_model(model, "fit")
     _trainer.check_compiled(model, "fit")
     stride = _stride(model, steps_per_execution)
+    _check_numbers_of_fit(epochs, validation_split)
     epochs = _trainer.limited_epochs(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = _data.split(
@@ -90,8 +92,7 @@ def fit(
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    with _alone(model):
-        _trainer.build(model, batches.first_batch)
+    _build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
     validate = _validation(
@@ -128,7 +129,6 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
     steps_per_execution: int | None = None,
-    cached: bool = False,
 ) -> Any:
     """Evaluate a compiled Keras model; every argument means what it means in Keras.
 
@@ -138,7 +138,6 @@ def evaluate(
         model, x, y, sample_weight, batch_size: as in `fit`.
         steps: the number of batches, all if None.
         return_dict: return name -> number rather than the numbers in the metrics' order.
-        cached: evaluate on the batches that a surrounding `fit` has prepared.
 
     Returns:
         The loss and metrics as `keras.Model.evaluate` returns them.
@@ -148,16 +147,9 @@ def evaluate(
     """
     _check_model(model, "evaluate")
     _trainer.check_compiled(model, "evaluate")
-    batches = _trainer.validation_batches(model) if cached else None
-    if batches is None:
-        batches = _data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
-    logs = _evaluate_batches(
-        model,
-        batches,
-        verbose=verbose,
-        callbacks=callbacks,
-        stride=_stride(model, steps_per_execution),
-    )
+    batches = _data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
+    stride = _stride(model, steps_per_execution)
+    logs = _evaluate_batches(model, batches, verbose=verbose, callbacks=callbacks, stride=stride)
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
@@ -165,8 +157,7 @@ def _evaluate_batches(
     model: Any, batches: Any, *, verbose: Any, callbacks: Any, stride: int
 ) -> dict[str, Any]:
     """Evaluate on an iterator that is there already; returns the logs."""
-    with _alone(model):
-        _trainer.build(model, batches.first_batch)
+    _build(model, batches.first_batch)
     batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     return _loop.test(
@@ -199,8 +190,7 @@ def predict(
     """
     _check_model(model, "predict")
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
-    with _alone(model):
-        _trainer.build_for_prediction(model, batches.first_batch)
+    _build_for_prediction(model, batches.first_batch)
     if batches.peeked:
         batches.reset()
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
@@ -245,15 +235,13 @@ def predict_on_batch(model: Any, x: Any) -> Any:
     """Predict on one batch, as `keras.Model.predict_on_batch`."""
     _check_model(model, "predict_on_batch")
     batch = _data.on_devices((x,))
-    with _alone(model):
-        _trainer.build_for_prediction(model, lambda: batch)
+    _build_for_prediction(model, lambda: batch)
     return _loop.on_batch(model, _step.run, "predict", batch)
 
 
 def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     _data.check_numbers(batch)
-    with _alone(model):
-        _trainer.build(model, lambda: batch)
+    _build(model, lambda: batch)
     model.reset_metrics()
     logs = _loop.on_batch(model, _step.run, mode, batch)
     return logs if return_dict else _trainer.as_list(model, logs)
@@ -266,9 +254,17 @@ def capture(model: Any) -> State:
         A `State` of arrays on the device.
 
     Raises:
-        StateError: if a variable has no value.
+        StateError: if the model is not built, or a variable has no value.
     """
-    with record_of(model).lock:
+    _check_model(model, "capture")
+    if not (model.built or model.variables):
+        raise StateError(
+            f"`fitstep.capture`: the model `{model.name}` is not built, so it has no variables "
+            f"yet. Call it on some data, or fit it, first."
+        )
+    with _alone(model):
+        _trainer.build_optimizer(model)
+        _trainer.build_optimizer_without_call(model)
         live = Live(model, "train")
         live.relist()
         return live.state(copies(live.read()))
@@ -277,16 +273,39 @@ def capture(model: Any) -> State:
 def restore(model: Any, state: State) -> None:
     """Put a captured state into a model that has the same variables, whatever Keras calls them.
 
-    Nothing is written unless all fits.
+    Nothing is written unless all fits. Metrics that have no variables yet, here or when the state
+    was captured, start anew.
 
     Raises:
         StateError: every name that is missing, unknown, or of another shape or dtype.
     """
+    _check_model(model, "restore")
+    if not isinstance(state, State):
+        raise TypeError(
+            f"`fitstep.restore` takes a state that `fitstep.capture` returned. "
+            f"Received: {state!r:.80} of type {type(state).__name__}."
+        )
     with _alone(model):
         _trainer.build_optimizer(model)
+        _trainer.build_optimizer_without_call(model)
         live = Live(model, "train")
         live.relist()
         live.restore(state)
+
+
+def _build(model: Any, first_batch: Callable[[], Any]) -> None:
+    # The batch is drawn before: the user's source may take long, or use the model itself.
+    batch = first_batch() if _trainer.needs_batch(model) else None
+    if batch is not None or _trainer.needs_slots(model):
+        with _alone(model):
+            _trainer.build(model, batch)
+
+
+def _build_for_prediction(model: Any, first_batch: Callable[[], Any]) -> None:
+    if _trainer.needs_batch(model, for_prediction=True):
+        batch = first_batch()
+        with _alone(model):
+            _trainer.build_for_prediction(model, batch)
 
 
 @contextmanager
@@ -303,6 +322,16 @@ def _check_model(model: Any, function: str) -> None:
             f"Received: {model!r:.80} of type {type(model).__name__}."
         )
     refuse_nnx()
+
+
+def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:
+    if not isinstance(epochs, int | np.integer):
+        raise TypeError(f"`epochs` must be an integer. Received: {epochs!r}.")
+    if validation_split and not 0 < validation_split < 1:
+        raise ValueError(
+            f"`validation_split` must be a share of the rows, >= 0 and < 1. "
+            f"Received: {validation_split!r}."
+        )
 
 
 def _stride(model: Any, steps_per_execution: int | None) -> int:
@@ -331,6 +360,12 @@ def _callback_list(
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
+    for callback in keras.tree.flatten(callbacks):
+        if callback is not None and not hasattr(callback, "set_model"):
+            raise TypeError(
+                f"`callbacks` must hold instances of `keras.callbacks.Callback`. "
+                f"Received: {callback!r:.80} of type {type(callback).__name__}."
+            )
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,

@@ -4,48 +4,39 @@ A traced value stands for those of every later step and has no value of its own;
 fails later, far from the cause.
 """
 
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-import keras
+import jax
 from jax.core import Tracer
 
-from fitstep._keras import _trainer
-
-_DEPTH = 3
+from fitstep._keras import _objects
 
 
 class Leaks:
     """Remembers the attributes of a model's objects before a trace.
 
-    Looked at are the model, its layers, optimizer and metrics, the user's own objects among
-    their attributes, and the classes of all of them that are not Keras's.
+    Looked at are all that `_objects.owned` finds, and the classes of them that are the user's.
     """
 
     def __init__(self, model: Any):
-        optimizer = getattr(model, "optimizer", None)
-        owners = {id(model): ("self", model)}
-        for layer in _trainer.layers(model):
-            owners.setdefault(id(layer), (layer.name, layer))
-        if optimizer is not None:
-            owners[id(optimizer)] = ("self.optimizer", optimizer)
-        for metric in model.metrics:
-            owners.setdefault(id(metric), (metric.name, metric))
-        for label, owner in list(owners.values()):
-            for name, value in vars(owner).items():
-                for thing in _own_objects(value):
-                    owners.setdefault(id(thing), (f"{label}.{name}", thing))
-        for _, owner in list(owners.values()):
-            for cls in type(owner).__mro__:
-                if not _is_foreign(cls):
-                    owners.setdefault(id(cls), (cls.__name__, cls))
-        self._before = [(label, owner, dict(vars(owner))) for label, owner in owners.values()]
+        self._before: list[tuple[str, Any, dict[str, Any]]] = []
+        classes: dict[type, None] = {}
+        for label, thing, attributes, _ in _objects.owned(model):
+            if hasattr(thing, "__dict__"):
+                self._before.append((label, thing, attributes))
+            classes |= dict.fromkeys(cls for cls in type(thing).__mro__ if not _is_foreign(cls))
+        self._before += [(cls.__name__, cls, dict(vars(cls))) for cls in classes]
 
     def take_away(self) -> list[str]:
         """Put back what was there before the trace; returns the names of what was not."""
         leaks = []
         for label, owner, before in self._before:
             for name, value in list(vars(owner).items()):
-                if name in _trainer.LOSSES_OF_A_STEP or not _holds_tracer(value):
+                if name in _objects.LOSSES_OF_A_STEP or not _holds_tracer(value):
                     continue
                 leaks.append(f"{label}.{name}")
                 if before.get(name) is value:
@@ -64,44 +55,64 @@ def _set_back(owner: Any, name: str, before: dict[str, Any]) -> None:
         change.__delattr__(owner, name)
 
 
-def _own_objects(value: Any, depth: int = _DEPTH) -> list[Any]:
-    """The plain objects of the user's own in an attribute, which may be a container."""
-    if isinstance(value, list | tuple | set):
-        items = list(value)
-    elif isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, type | keras.Layer | keras.Variable) or _is_foreign(type(value)):
-        return []
-    else:
-        return [value] if hasattr(value, "__dict__") else []
-    return [thing for item in items for thing in _own_objects(item, depth - 1)] if depth else []
-
-
 def _is_foreign(cls: type) -> bool:
     """Whether a class is of Python, Keras, JAX or fitstep: not the user's own."""
     package = cls.__module__.partition(".")[0]
     return package in {"builtins", "keras", "jax", "jaxlib", "numpy", "types", "fitstep"}
 
 
-def _holds_tracer(value: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(value, Tracer):
-        return True
-    if depth and isinstance(value, list | tuple | set):
-        return any(_holds_tracer(item, depth - 1) for item in list(value))
-    if depth and isinstance(value, dict):
-        return any(_holds_tracer(item, depth - 1) for item in list(value.values()))
-    return False
+def _holds_tracer(value: Any) -> bool:
+    return any(isinstance(item, Tracer) for item in _within(value))
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """A value and all that hangs in its containers, pytrees and closures, each thing once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            waiting += _parts(item)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+    node = jax.tree_util.default_registry.flatten_one_level(value)
+    return [] if node is None else list(node[0])
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
 
 
 def _scrub(value: Any) -> None:
-    """Take traced values out of a container that was there before the trace."""
-    if isinstance(value, list):
-        value[:] = [item for item in value if not isinstance(item, Tracer)]
-    elif isinstance(value, dict):
-        for key in [key for key, item in value.items() if isinstance(item, Tracer)]:
-            del value[key]
-    elif isinstance(value, set):
-        value -= {item for item in value if isinstance(item, Tracer)}
-    items = value.values() if isinstance(value, dict) else value
-    for item in list(items) if isinstance(value, list | dict | tuple) else []:
-        _scrub(item)
+    """Take traced values out of the containers that were there before the trace."""
+    for item in list(_within(value)):
+        if isinstance(item, dict):
+            for key in [key for key, each in item.items() if isinstance(each, Tracer)]:
+                del item[key]
+        elif isinstance(item, list | deque):
+            kept = [each for each in item if not isinstance(each, Tracer)]
+            item.clear()
+            item.extend(kept)
+        elif isinstance(item, set):
+            item -= {each for each in item if isinstance(each, Tracer)}
+        elif isinstance(item, types.FunctionType):
+            for cell in item.__closure__ or ():
+                if _is_full(cell) and isinstance(cell.cell_contents, Tracer):
+                    cell.cell_contents = None

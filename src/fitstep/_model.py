@@ -92,9 +92,10 @@ class Trainer(StockTrainer):
         _use_cached_eval_dataset: bool = False,
     ) -> Any:
         """Evaluate the model: see `fitstep.evaluate`."""
+        cached = _trainer.validation_batches(self) if _use_cached_eval_dataset else None
         return _fit.evaluate(
             self,
-            x,
+            x if cached is None else cached,
             y,
             batch_size=batch_size,
             verbose=verbose,
@@ -103,7 +104,6 @@ class Trainer(StockTrainer):
             callbacks=callbacks,
             return_dict=return_dict,
             steps_per_execution=steps_per_execution,
-            cached=_use_cached_eval_dataset,
         )
 
     def predict(
@@ -160,12 +160,14 @@ class Model(Trainer, keras.Model):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Model and _saving.is_functional(args, kwargs):
-            return FunctionalModel(*args, **kwargs)
+            return FunctionalModel.__new__(FunctionalModel, *args, **kwargs)
         return super().__new__(cls)
 
     # Keras's `from_config` recognises a functional constructor by these two names.
     def __init__(self, *args: Any, **kwargs: Any):
         if isinstance(self, _saving.Functional):
+            if type(self) is FunctionalModel:
+                kwargs = _saving.named(args, kwargs)
             _saving.Functional.__init__(self, *args, **kwargs)
         elif _saving.is_functional(args, kwargs):
             _saving.make_functional(type(self), Model, FunctionalModel)

@@ -6,6 +6,7 @@ with what Keras code updated by itself.
 """
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,15 @@ import jax
 from fitstep._errors import StateError
 from fitstep._keras import _trainer, _values
 from fitstep._leaks import Leaks
-from fitstep._state import METHODS, PARTS, State, Wires, check_logs, check_result, merge
+from fitstep._returned import check_logs, check_result, merge
+from fitstep._state import METHODS, PARTS, Naming, State
+
+# What JAX says of two trees that differ, in `jax.tree.map`, `scan` and the like.
+_TREE_WORDS = ("pytree", "tree structure", "node type", "Expected tuple", "tuple/list")
 
 
 def run(
-    model: Any, mode: str, wires: Wires, state: State, arrays: Sequence[Any], batch: Any
+    model: Any, mode: str, naming: Naming, state: State, arrays: Sequence[Any], batch: Any
 ) -> tuple[Any, list[Any]]:
     """One step.
 
@@ -34,12 +39,13 @@ def run(
     method = METHODS[mode]
     with contextlib.ExitStack() as stack:
         leaks = Leaks(model)
-        scope = stack.enter_context(_values.bound(wires.variables, arrays, wires.names))
-        given = [scope.get_current_value(variable) for variable in wires.variables]
-        trainable = [wires.variables[i] for i in wires.places["trainable"]]
+        scope = stack.enter_context(_values.bound(naming.variables, arrays, naming.names))
+        given = [scope.get_current_value(variable) for variable in naming.variables]
+        trainable = [naming.variables[i] for i in naming.places["trainable"]]
         made = stack.enter_context(
-            _trainer.watched_updates(model, trainable, wires.layout.trainable)
+            _trainer.watched_updates(model, trainable, naming.layout.trainable)
         )
+        _check_contract(model, method, state, batch)
         try:
             returned = getattr(model, method)(state, batch)
         except jax.errors.UnexpectedTracerError as error:
@@ -49,14 +55,21 @@ def run(
             )
             raise
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-            if scope.reads:
-                error.add_note(
-                    f"fitstep: `{method}` read {', '.join(sorted(scope.reads))} through a handle. "
-                    f"While a step is traced such a value stands for those of every later step. "
-                    f"Compute with it as an array (`keras.ops`, `jax.numpy`)."
-                )
+            read = f"`{method}` read {', '.join(sorted(scope.reads))} through a handle. "
+            error.add_note(
+                f"fitstep: {read if scope.reads else ''}While a step is traced, a value in it stands "
+                f"for those of every later step. Compute with it as an array (`jnp.where`, "
+                f"`keras.ops`), return it in the logs, or compile with `run_eagerly=True` to look "
+                f"into a step."
+            )
             raise
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            if "State" in str(error) and any(word in str(error) for word in _TREE_WORDS):
+                error.add_note(
+                    f"fitstep: the state that `{method}` gets is a `fitstep.State`, another pytree "
+                    f"than a tuple. Where JAX compares the two, give it `tuple(state)`, which is "
+                    f"what Keras passes."
+                )
             if "unpack" in str(error) and len(batch) == 3:
                 error.add_note(
                     f"fitstep: `{method}` gets data in three parts here, (x, y, sample_weight). "
@@ -68,8 +81,8 @@ def run(
         if mode == "predict":
             new_state = _predicted_state(state, new_state)
         after = merge(state, new_state, method, made)
-        updates = [scope.get_current_value(variable) for variable in wires.variables]
-    merged = _with_updates(wires, arrays, given, updates, after, method)
+        updates = [scope.get_current_value(variable) for variable in naming.variables]
+    merged = _with_updates(naming, arrays, given, updates, after, method)
     if kept := leaks.take_away():
         raise StateError(
             f"`{method}` stored a traced value in `{'`, `'.join(kept)}`. It has no value once the "
@@ -77,6 +90,24 @@ def run(
             f"a local name."
         )
     return result, merged
+
+
+def _check_contract(model: Any, method: str, state: State, batch: Any) -> None:
+    """Recognise the step of Keras's other backends, `train_step(self, data)`.
+
+    Raises:
+        StateError: if the method does not take a state and a batch.
+    """
+    function = getattr(model, method)
+    try:
+        inspect.signature(function).bind(state, batch)
+    except TypeError:
+        result = "(outputs, state)" if method == "predict_step" else "(logs, state)"
+        raise StateError(
+            f"`{type(model).__name__}.{method}` takes `{inspect.signature(function)}`. On JAX a "
+            f"step takes the state, too: write `def {method}(self, state, data)` and return "
+            f"`{result}`."
+        ) from None
 
 
 def _predicted_state(state: State, returned: Any) -> Any:
@@ -90,7 +121,7 @@ def _predicted_state(state: State, returned: Any) -> Any:
 
 
 def _with_updates(
-    wires: Wires,
+    naming: Naming,
     arrays: Sequence[Any],
     given: Sequence[Any],
     updates: Sequence[Any],
@@ -101,14 +132,14 @@ def _with_updates(
     merged = list(arrays)
     for part in PARTS:
         returned = getattr(after, part)
-        for name, i in zip(wires.layout.names(part), wires.places[part], strict=True):
+        for name, i in zip(naming.layout.names(part), naming.places[part], strict=True):
             merged[i] = returned[name]
     for i, (old, new) in enumerate(zip(given, updates, strict=True)):
         if new is old or merged[i] is new:
             continue
         if merged[i] is not arrays[i]:
             raise StateError(
-                f"`{method}` assigned `{wires.names[i]}` and returned another value for it. Do "
+                f"`{method}` assigned `{naming.names[i]}` and returned another value for it. Do "
                 f"one of the two."
             )
         merged[i] = new

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fitstep as fs
+from fitstep.engine._live import record_of
 from tests.pains.twins import assert_same, count_of, counting_mlp, twin_of, values_of
 
 
@@ -81,3 +82,64 @@ def test_a_callback_may_wait_for_a_thread_that_predicts(rows):
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=predict_in_thread)
     fs.fit(model, x, y, batch_size=35, verbose=0, callbacks=[callback])
     assert len(outputs) == 2
+
+
+@pytest.mark.usefixtures("_busy_threads")
+def test_a_model_has_one_record_whatever_thread_asks_first():
+    """Eight threads that meet a model for the first time get the same record, and so one lock."""
+    for _ in range(10):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        barrier = threading.Barrier(8)
+
+        def ask(model=model, barrier=barrier):
+            barrier.wait()
+            return record_of(model)
+
+        assert len({id(record) for record in in_threads(8, ask)}) == 1
+
+
+# Keras says so where a generator ends with its one epoch.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_source_may_wait_for_a_thread_that_uses_the_model(rows, verb):
+    """The first batch, on which a model is built, is drawn while other threads may use the model."""
+    x, y = rows
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    predicted = threading.Event()
+
+    def source():
+        def predict():
+            fs.predict(model, x, verbose=0)
+            predicted.set()
+
+        threading.Thread(target=predict, daemon=True).start()
+        assert predicted.wait(60), "the thread could not use the model"
+        yield x, y
+
+    options = {"shuffle": False} if verb == "fit" else {}
+    getattr(fs, verb)(model, source(), verbose=0, **options)
+    assert predicted.is_set()
+
+
+def test_a_thread_that_reads_numbers_while_another_traces_is_told_so(rows):
+    """It is an error that names the variable, and not one from inside fitstep or JAX."""
+    x, y = rows
+    errors = []
+
+    class Reading(fs.Sequential):
+        def train_step(self, state, data):
+            def read():
+                try:
+                    self.layers[0].get_weights()
+                except fs.StateError as error:
+                    errors.append(str(error))
+
+            in_threads(1, read)
+            return super().train_step(state, data)
+
+    model = Reading([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=70, verbose=0)
+    assert len(errors) == 1
+    assert "kernel` was turned into numbers while another thread traces" in errors[0]

@@ -1,5 +1,6 @@
 """A model that fails, wherever it fails, is whole afterwards: weights, optimizer and metrics."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -999,3 +1000,88 @@ def test_stop_iteration_of_a_callback_is_not_taken_for_the_end_of_the_data(rows)
             fs.fit(model, x, y, callbacks=[Draw()], **FIT)
     assert_alive(model)
     assert count_of(model) == int(model.optimizer.iterations.value) == 3
+
+
+# --- runs of Keras's own inside a callback -------------------------------------------------------
+
+
+class Stop(keras.callbacks.Callback):
+    """Raises in the second batch of an evaluation, as Ctrl-C or a failing callback would."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_test_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("mine")])
+def test_a_stock_evaluation_that_fails_in_a_callback_loses_no_step(rows, hook, error):
+    """Keras's own loop gives the arrays up; what it keeps of them is put back, no update is lost."""
+    x, y = rows
+
+    def evaluate(self, *args, **kwargs):
+        self.model.evaluate(x, y, batch_size=14, verbose=0, callbacks=[Stop(error)])
+
+    model = counting_mlp()
+    steps = 2 if hook == "on_epoch_end" else 1
+    trace = trace_of(twin_of(model, counting_mlp), x, y, 35, 1)
+    callback = type("Nested", (keras.callbacks.Callback,), {hook: evaluate})()
+    with pytest.raises(type(error)) as caught:
+        fs.fit(model, x, y, callbacks=[callback], **EVEN)
+    assert not getattr(caught.value, "__notes__", [])
+    assert count_of(model) == int(model.optimizer.iterations.value) == steps
+    assert_close(values_of(model), trace[steps])
+    assert_trains_like(model, counting_mlp(), x, y, 35)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+def test_a_callback_may_catch_what_fails_in_a_stock_evaluation(rows, hook):
+    """The fit goes on as if there had been no evaluation."""
+    x, y = rows
+
+    def evaluate(self, *args, **kwargs):
+        with contextlib.suppress(RuntimeError):
+            self.model.evaluate(x, y, batch_size=14, verbose=0, callbacks=[Stop(RuntimeError())])
+
+    model = counting_mlp()
+    twin = twin_of(model, counting_mlp)
+    callback = type("Nested", (keras.callbacks.Callback,), {hook: evaluate})()
+    history = fs.fit(model, x, y, callbacks=[callback], **EVEN).history
+    assert fs.fit(twin, x, y, **EVEN).history == history
+    assert_same(values_of(model), values_of(twin))
+
+
+# --- whose arrays they are -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_weights_assigned_from_another_model_stay_that_models(rows, snapshot):
+    """Two models that hold the same arrays: training one leaves the other as it is."""
+    x, y = rows
+    giver, taker = counting_mlp(), counting_mlp()
+    for _ in range(2):  # the second time the program is compiled and proven
+        for one, other in zip(taker.variables, giver.variables, strict=True):
+            one.assign(other.value)
+        before = everything_of(giver)
+        fs.fit(taker, x, y, snapshot=snapshot, **EVEN)
+        assert_alive(giver)
+        assert_unchanged(before)
+
+
+def test_a_frozen_layer_keeps_its_weights_where_averages_are_put_in_place(rows):
+    """Under `use_ema` a layer frozen after the optimizer was built stands still to the end of a fit."""
+    x, y = rows
+    optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5)
+    model = counting_mlp(compile_kwargs={"optimizer": optimizer})
+    fs.fit(model, x, y, **EVEN)
+    frozen, free = model.layers[-2:]
+    frozen.trainable = False
+    before = [np.array(layer.kernel.value) for layer in (frozen, free)]
+    history = fs.fit(model, x, y, **EVEN)
+    assert history.epoch == [0, 1, 2]
+    np.testing.assert_array_equal(frozen.kernel.value, before[0])
+    assert not np.array_equal(free.kernel.value, before[1])

@@ -606,3 +606,20 @@ def test_steps_of_evaluate_and_predict_may_touch_state(rows):
     assert result["extra"] == pytest.approx(float(x.mean()), rel=1e-5)
     np.testing.assert_allclose(fs.predict(model, x, verbose=0), model(x), rtol=1e-5, atol=1e-6)
     assert_alive(model)
+
+
+def test_an_own_error_from_another_reaches_the_user_as_it_was_raised(rows):
+    """What the user raises while a model is built is not exchanged for what it came from."""
+    x, y = rows
+
+    class Own(keras.Sequential):
+        def compute_metrics(self, *args, **kwargs):
+            try:
+                return {}["nothing"]
+            except KeyError as error:
+                raise RuntimeError("my own error") from error
+
+    model = Own([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="my own error"):
+        fs.fit(model, x, y, verbose=0)

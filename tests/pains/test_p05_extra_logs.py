@@ -491,3 +491,26 @@ def test_callbacks_hear_the_epochs_mean_and_evaluate_lists_it_in_keras_order(row
     stock = model.evaluate(x, y, batch_size=70, verbose=0)
     ours = fs.evaluate(model, x, y, batch_size=70, verbose=0)
     np.testing.assert_allclose(ours, stock, **CLOSE)
+
+
+@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}])
+def test_a_number_of_the_batch_alone_is_averaged_too(how):
+    """The rows of a batch, whatever their type: 16, 16, 16 and 2 weigh as many rows each."""
+
+    class Counting(keras.Sequential):
+        def train_step(self, state, data):
+            n = data[0].shape[0]
+            return {"a": n, "b": float(n), "c": np.float32(n), "d": jnp.float32(n)}, state
+
+        test_step = train_step
+
+    model = Counting([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **how)
+    x = np.ones((50, 2), "float32")
+    expected = (3 * 16 * 16 + 2 * 2) / 50
+    history = fs.fit(model, x, x[:, :1], batch_size=16, verbose=0).history
+    assert {name: values[0] for name, values in history.items()} == pytest.approx(
+        dict.fromkeys("abcd", expected)
+    )
+    logs = fs.evaluate(model, x, x[:, :1], batch_size=16, verbose=0, return_dict=True)
+    assert logs == pytest.approx(dict.fromkeys("abcd", expected))

@@ -7,7 +7,15 @@ import pytest
 from jax import numpy as jnp
 
 import fitstep as fs
-from tests.pains.twins import assert_alive, assert_close, assert_unchanged, everything_of, values_of
+from fitstep._state import PARTS
+from tests.pains.twins import (
+    assert_alive,
+    assert_close,
+    assert_same,
+    assert_unchanged,
+    everything_of,
+    values_of,
+)
 
 FIT = {"batch_size": 35, "epochs": 2, "verbose": 0, "shuffle": False}
 
@@ -296,3 +304,161 @@ def test_train_on_batch_of_fs_model_names_the_field_too(rows):
         assert "[5,1]" in str(caught.value)
         assert_alive(model)
         assert_unchanged(before)
+
+
+class Logging(keras.Model):
+    """The default step with other logs."""
+
+    def __init__(self, logs):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.make_logs = logs
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return self.make_logs(logs), state
+
+
+EAGER = [{}, {"run_eagerly": True}, {"jit_compile": False}]
+
+
+@pytest.mark.parametrize("how", EAGER)
+def test_a_step_without_logs_trains(rows, how):
+    """No logs are no error, however the step is run."""
+    x, y = rows
+    model = Logging(lambda logs: {})
+    model.compile("sgd", "mse", **how)
+    fs.fit(model, x, y, verbose=0)
+    assert int(model.optimizer.iterations.value) == 3
+
+
+@pytest.mark.parametrize("how", EAGER)
+def test_a_vector_among_the_logs_is_refused_also_where_it_is_constant(rows, how):
+    """A log that is no scalar is named, whatever it was computed from."""
+    x, y = rows
+    model = Logging(lambda logs: {**logs, "both": jnp.ones(2)})
+    model.compile("sgd", "mse", **how)
+    with pytest.raises(fs.StateError, match="the log 'both' must be a scalar"):
+        fs.fit(model, x, y, verbose=0)
+
+
+def test_the_step_of_another_backend_is_recognised(rows):
+    """`train_step(self, data)`, as Keras's guides for TensorFlow and torch write it, is named."""
+    x, y = rows
+
+    class Guide(keras.Sequential):
+        def train_step(self, data):
+            return {}
+
+    model = Guide([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(fs.StateError, match=r"write `def train_step\(self, state, data\)`"):
+        fs.fit(model, x, y, verbose=0)
+
+
+def test_a_state_prints_names_and_shapes():
+    """Not the numbers of every weight."""
+    state = fs.State(3, 1, {"kernel": jnp.zeros((2, 5))})
+    assert repr(state).startswith("State(step=3, seed=1, trainable={kernel: float32[2,5]}, ")
+
+
+# --- exchanged after an update -------------------------------------------------------------------
+
+
+class Normed(keras.Model):
+    """Two equal layers and their normalisations; `change` rearranges what the step returns."""
+
+    def __init__(self, change, by_hand=False):
+        super().__init__()
+        self.norm_a, self.norm_b = (keras.layers.BatchNormalization() for _ in range(2))
+        self.dense_a, self.dense_b = (keras.layers.Dense(5, "tanh") for _ in range(2))
+        self.head = keras.layers.Dense(1)
+        self.change, self.by_hand = change, by_hand
+
+    def call(self, x, training=False):
+        x = self.dense_a(self.norm_a(x, training=training))
+        return self.head(self.dense_b(self.norm_b(x, training=training)))
+
+    def train_step(self, state, data):
+        if self.by_hand:
+            t, n, o, m = state
+            x, y = data
+            gradients = jax.grad(
+                lambda t: jnp.mean((self.stateless_call(t, n, x, training=True)[0] - y) ** 2)
+            )(t)
+            logs, new = {}, [[a - 0.01 * g for a, g in zip(t, gradients, strict=True)], n, o, m]
+        else:
+            logs, new = super().train_step(state, data)
+        new = [list(part) for part in new]
+        self.change(*new)
+        return logs, tuple(new)
+
+
+EXCHANGED = {
+    "means of two layers": ("non_trainable", "norm_a/moving_mean", "norm_b/moving_mean"),
+    "mean and variance": ("non_trainable", "norm_a/moving_mean", "norm_a/moving_variance"),
+    "two kernels": ("trainable", "dense_a/kernel", "dense_b/kernel"),
+    "two biases": ("trainable", "dense_a/bias", "dense_b/bias"),
+    "moment and velocity": ("optimizer", "momentums/dense_a/kernel", "velocities/dense_a/kernel"),
+    "two moments": ("optimizer", "momentums/dense_a/kernel", "momentums/dense_b/kernel"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_hand"),
+    [(kind, False) for kind in EXCHANGED] + [("two kernels", True), ("two biases", True)],
+)
+def test_variables_exchanged_after_their_update_are_named(rows, kind, by_hand):
+    """Each carries on the other's old value, which the program shows whoever computed the update."""
+    x, y = rows
+    part, *names = EXCHANGED[kind]
+    model = Normed(lambda *parts: None, by_hand)
+    model.compile("adam", "mse")
+    fs.fit(model, x, y, verbose=0, batch_size=35)  # as it is returned, it is right
+    places = [list(getattr(fs.capture(model), part)).index(name) for name in names]
+
+    def exchange(*parts):
+        wrong = parts[PARTS.index(part)]
+        one, other = places
+        wrong[one], wrong[other] = wrong[other], wrong[one]
+
+    model.change = exchange
+    before = values_of(model)
+    with pytest.raises(fs.StateError, match="exchanged in the returned state"):
+        fs.fit(model, x, y, verbose=0, batch_size=35)
+    assert_same(values_of(model), before)
+
+
+def test_variables_that_mix_on_purpose_are_let_pass(rows):
+    """An average that takes in the other weights, and weights drawn towards it, are no exchange."""
+    x, y = rows
+
+    def mix(t, n, o, m):
+        a, b = places
+        t[a], t[b] = 0.9 * t[a] + 0.1 * t[b], 0.9 * t[b] + 0.1 * t[a]
+
+    model = Normed(lambda *parts: None)
+    model.compile("adam", "mse")
+    fs.fit(model, x, y, verbose=0, batch_size=35)
+    names = list(fs.capture(model).trainable)
+    places = [names.index("dense_a/kernel"), names.index("dense_b/kernel")]
+    model.change = mix
+    fs.fit(model, x, y, verbose=0, batch_size=35)
+
+
+def test_a_variable_in_the_place_of_its_value_is_refused(rows):
+    """A part made of `keras.Variable`s would train nothing."""
+    x, y = rows
+
+    class Typo(keras.Sequential):
+        def train_step(self, state, data):
+            logs, (_, n, o, m) = super().train_step(state, data)
+            return logs, (self.trainable_variables, n, o, m)
+
+    model = Typo([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(fs.StateError, match="variable `dense/kernel` came back as"):
+        fs.fit(model, x, y, verbose=0)

@@ -3,6 +3,8 @@
 The example: a step of the guide that unpacks `(x, y)`, fitted with `sample_weight`.
 """
 
+import warnings
+
 import jax
 import keras
 import numpy as np
@@ -267,3 +269,39 @@ def test_weights_given_in_both_ways_are_refused_as_keras_refuses_them(rows, weig
             train(model, x, labels, sample_weight=weight, class_weight={0: 1, 1: 2}, verbose=0)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
+
+
+def test_the_warning_points_at_the_users_step_for_each_model(rows):
+    """It names the file of the step that ignores the weights, and comes for a second model, too."""
+    x, y = rows
+
+    class Ignoring(keras.Sequential):
+        def train_step(self, state, data):
+            return super().train_step(state, data[:2])
+
+    for _ in range(2):
+        model = Ignoring([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with pytest.warns(UserWarning, match="has sample weights") as caught:
+            fs.fit(model, x, y, sample_weight=np.ones(len(x)), verbose=0)
+        assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_weights_that_only_reach_a_log_are_no_cause_for_a_warning(rows):
+    """They do have an effect; and with a partial batch there is one warning, not two."""
+    x, y = rows
+
+    class Logging(keras.Sequential):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data[:2])
+            return {**logs, "weight": jnp.mean(data[2])} if self.log else logs, state
+
+    weights = np.linspace(0, 1, len(x), dtype="float32")
+    for log, warned in ((True, 0), (False, 1)):
+        model = Logging([keras.layers.Dense(1)])
+        model.log = log
+        model.compile("sgd", "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fs.fit(model, x, y, sample_weight=weights, batch_size=32, verbose=0)
+        assert sum("sample weights" in str(each.message) for each in caught) == warned

@@ -1,5 +1,8 @@
 """A tracer that a step leaves behind is found at the end of the trace, by the name of its attribute."""
 
+import collections
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -12,11 +15,16 @@ from tests.pains.twins import assert_alive, assert_close, assert_unchanged, ever
 FIT = {"batch_size": 35, "epochs": 2, "verbose": 0, "shuffle": False}
 
 
+class Plain(list):
+    """A list that Keras, which copies plain lists to track them, leaves as it is."""
+
+
 class Box:
     """A plain object of the user's."""
 
     def __init__(self):
         self.kept = None
+        self.queue = collections.deque()
 
 
 class Keeper(keras.layers.Layer):
@@ -46,6 +54,9 @@ class Net(keras.Model):
         self.history_of_losses = []
         self.by_name = {}
         self.box = Box()
+        self.ring = Plain()
+        self.draw = keras.random.SeedGenerator(1)
+        self.schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 1, 1.0)
         self.pair = (Box(), Box())
 
     def call(self, inputs, training=False):
@@ -68,7 +79,7 @@ class Net(keras.Model):
 def made(keep=lambda model, value: None):
     keras.utils.set_random_seed(3)
     model = Net(keep)
-    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model.compile(keras.optimizers.SGD(model.schedule), "mse")
     model(np.zeros((1, 5), "float32"))
     model.optimizer.build(model.trainable_variables)
     return model
@@ -99,6 +110,15 @@ KEEPS = {
     "dict": (lambda m, v: m.by_name.update({"loss": v}), "by_name"),
     "list in a dict": (lambda m, v: m.by_name.setdefault("all", []).append(v), "by_name"),
     "tuple": (lambda m, v: setattr(m, "last", (1, v)), "last"),
+    "deep dict": (lambda m, v: m.by_name.update({"a": {"b": {"c": {"d": v}}}}), "by_name"),
+    "deque": (lambda m, v: m.box.queue.append(v), "queue"),
+    "state": (lambda m, v: setattr(m, "last", fs.State(v, v)), "last"),
+    "closure": (lambda m, v: setattr(m, "last", lambda: v), "last"),
+    "list within itself": (lambda m, v: (m.ring.append(m.ring), m.ring.append(v)), "ring"),
+    "partial": (lambda m, v: setattr(m, "last", functools.partial(max, v)), "last"),
+    "bound method": (lambda m, v: setattr(m.box, "kept", v.sum), "kept"),
+    "seed generator": (lambda m, v: setattr(m.draw, "last", v), "draw.last"),
+    "schedule": (lambda m, v: setattr(m.schedule, "last", v), "last"),
     "object": (lambda m, v: setattr(m.box, "kept", v), "kept"),
     "object in a tuple": (lambda m, v: setattr(m.pair[1], "kept", v), "pair"),
     "layer": (lambda m, v: setattr(m.dense, "seen", v), "seen"),

@@ -193,7 +193,9 @@ class Batches(JAXEpochIterator):
     peeked = False
 
     def _get_iterator(self) -> Iterator[Any]:
-        if keras.distribution.distribution() is None and jax.default_backend() == "cpu":
+        # On other devices Keras draws ahead, which a generator is not to notice.
+        prompt = jax.default_backend() == "cpu" or isinstance(self.data_adapter, Generated)
+        if keras.distribution.distribution() is None and prompt:
             return self.data_adapter.get_jax_iterator()
         return super()._get_iterator()
 
@@ -236,9 +238,13 @@ def batches(
     Raises:
         DataError: for arrays without rows, or with text and the like where numbers belong.
     """
-    adapter = x
+    if isinstance(x, Batches):
+        return x
+    for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
+        if count is not None and count < (1 if name == "batch_size" else 0):
+            raise ValueError(f"{name} must be >= 1. Received: {count}.")
     if isinstance(x, DataAdapter):
-        pass
+        adapter = CopiedBatches(x)
     elif can_convert_arrays((x, y, sample_weight)):
         shapes = [array.shape for array in tree.flatten((x, y)) if array is not None]
         if () in shapes:
@@ -247,6 +253,7 @@ def batches(
         if not rows or 0 in rows:
             raise DataError(f"`x` and `y` must have at least one row. Received rows: {rows}.")
         check_numbers((x, y, sample_weight))
+        _check_equal_rows(x, y, sample_weight)
         adapter = Arrays(
             x,
             y,
@@ -301,13 +308,34 @@ def check_numbers(batch: Any) -> None:
     for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
         for path, leaf in tree.flatten_with_path(part):
             for column, values in _columns(leaf):
+                where = "".join(f"[{step!r}]" for step in (*path, *column))
+                if isinstance(values, np.ma.MaskedArray):
+                    # JAX would take what the mask hides for numbers.
+                    raise DataError(
+                        f"`{name}{where}` is a masked array, of which the mask would be ignored. "
+                        f"Fill the gaps first, e.g. with `{name}.filled(0)`."
+                    )
                 if not _is_numeric(values):
-                    where = "".join(f"[{step!r}]" for step in (*path, *column))
                     raise DataError(
                         f"`{name}{where}` must hold numbers. Received: dtype {values.dtype}, e.g. "
                         f"{_telling_value(values)!r:.80}. Convert numbers with `astype('float32')`; encode "
                         f"text, categories and dates first, e.g. with `pandas.get_dummies`."
                     )
+
+
+def _check_equal_rows(x: Any, y: Any, sample_weight: Any) -> None:
+    rows = {
+        name: [array.shape[0] for array in tree.flatten(part) if array is not None]
+        for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight))
+    }
+    if len({count for counts in rows.values() for count in counts}) > 1:
+        received = "; ".join(
+            f"{name}: {', '.join(map(str, counts))}" for name, counts in rows.items() if counts
+        )
+        raise DataError(
+            f"Data cardinality is ambiguous: all arrays must have equally many rows. "
+            f"Received rows: {received}."
+        )
 
 
 def _columns(leaf: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

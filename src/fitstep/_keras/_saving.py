@@ -5,8 +5,9 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
+from keras.src.utils.naming import auto_name
 
-__all__ = ["Functional", "is_functional", "make_functional", "registered"]
+__all__ = ["Functional", "is_functional", "make_functional", "named", "registered"]
 
 
 def registered(cls: type) -> type:
@@ -17,6 +18,13 @@ def registered(cls: type) -> type:
 def is_functional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the arguments of a constructor are those of a functional model."""
     return functional_init_arguments(args, kwargs)
+
+
+def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with the name that Keras's own functional model would get."""
+    if len(args) > 2 or kwargs.get("name") is not None:
+        return kwargs
+    return {**kwargs, "name": auto_name("functional")}
 
 
 def make_functional(cls: type, plain: type, functional: type) -> None:

@@ -22,12 +22,6 @@ def _stock_trainer() -> type:
 StockTrainer: type = _stock_trainer()
 
 
-# The attributes of a layer in which Keras keeps traced losses during a step, and no longer.
-LOSSES_OF_A_STEP = frozenset({"_losses", "_losses_override", "_loss_ids"})
-# The attribute behind `layer.trainable` and `variable.trainable`.
-TRAINABLE = "_trainable"
-
-
 class Parts(NamedTuple):
     """The variables of a model in Keras's order; one may stand in several places."""
 
@@ -72,34 +66,40 @@ def own_attributes() -> frozenset[str]:
     return frozenset(name for name in names if name.startswith("_"))
 
 
-def compiled_objects(model: Any) -> list[Any]:
-    """The optimizer, losses and metrics that `compile` was given or made."""
+def needs_batch(model: Any, *, for_prediction: bool = False) -> bool:
+    """Whether a batch has to be looked at to build layers, and but for prediction metrics, losses."""
+    if _built_without_call(model):
+        return False
+    compiled = [] if for_prediction else [model._compile_metrics, model._compile_loss]
+    return not all(thing.built for thing in [*layers(model), *compiled] if thing is not None)
+
+
+def needs_slots(model: Any) -> bool:
+    """Whether the optimizer of a built model has no variables yet."""
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    found = [optimizer, inner, model._compile_loss, model._compile_metrics, model.loss]
-    found += model.metrics
-    return [thing for thing in found if hasattr(thing, "__dict__")]
+    return optimizer is not None and not optimizer.built and model.built
 
 
-def build(model: Any, first_batch: Any) -> None:
+def has_unbuilt_metrics(model: Any) -> bool:
+    """Whether metrics that `compile` was given are still to get their variables."""
+    return model._compile_metrics is not None and not model._compile_metrics.built
+
+
+def build(model: Any, batch: Any) -> None:
     """Build what is not built yet: layers, metrics, losses and the optimizer.
 
     Args:
-        first_batch: a function that returns the first batch; only called where it is needed.
+        batch: what to build on; only used where `needs_batch`.
     """
-    if not _built_without_call(model):
-        compiled = [model._compile_metrics, model._compile_loss]
-        parts_built = [thing.built for thing in [*layers(model), *compiled] if thing is not None]
-        if not all(parts_built):
-            _build_symbolically(model, first_batch())
+    if needs_batch(model):
+        _build_symbolically(model, batch)
     build_optimizer(model)
 
 
 def build_optimizer(model: Any) -> None:
     """Give the optimizer of a built model its variables."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.built:
-        optimizer.build(model.trainable_variables)
+    if needs_slots(model):
+        model.optimizer.build(model.trainable_variables)
         model._post_build()
 
 
@@ -108,19 +108,18 @@ def _build_symbolically(model: Any, batch: Any) -> None:
     try:
         model._symbolic_build(data_batch=batch)
     except RuntimeError as error:
-        if error.__context__ is None:
+        if error.__context__ is None or not str(error).startswith("Unable to automatically build"):
             raise
         error.__context__.add_note(f"fitstep: {str(error).splitlines()[0]}")
         raise error.__context__ from None
 
 
-def build_for_prediction(model: Any, first_batch: Any) -> None:
+def build_for_prediction(model: Any, batch: Any) -> None:
     """Build the layers of a model that is only to predict."""
-    if _built_without_call(model) or all(layer.built for layer in layers(model)):
-        return
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch())
-    with keras.StatelessScope():
-        model(x)
+    if needs_batch(model, for_prediction=True):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with keras.StatelessScope():
+            model(x)
 
 
 def build_optimizer_without_call(model: Any) -> None:
@@ -201,9 +200,16 @@ def forget_losses(model: Any) -> None:
 
 
 def finalize(model: Any) -> None:
-    """Let the optimizer set the final values, such as averages."""
-    if isinstance(model.optimizer, keras.optimizers.Optimizer):
-        model.optimizer.finalize_variable_values(model.trainable_weights)
+    """Let the optimizer set the final values, such as averages, of what is trainable."""
+    if not isinstance(model.optimizer, keras.optimizers.Optimizer):
+        return
+    # Keras pairs by position, with the variables that the optimizer was built with.
+    own = getattr(model.optimizer, "_trainable_variables", model.trainable_weights)
+    today = set(map(id, model.trainable_weights))
+    frozen = [(variable, variable._value) for variable in own if id(variable) not in today]
+    model.optimizer.finalize_variable_values(own)
+    for variable, array in frozen:
+        variable._value = array
 
 
 def mark_nested(model: Any) -> Any:
@@ -221,6 +227,19 @@ def ran_nested(model: Any, mark: Any) -> bool:
 
 def unmark_nested(model: Any) -> None:
     vars(model)["_jax_state"] = None
+
+
+def arrays_of_nested(model: Any) -> dict[int, Any]:
+    """By id of a variable, the array that a failed nested loop of Keras's own kept for it.
+
+    Keras empties the variables for such a loop, or gives their arrays up to it.
+    """
+    kept = getattr(model, "_jax_state", None) or {}
+    return {
+        id(variable): array
+        for part, variables in parts(model)._asdict().items()
+        for variable, array in zip(variables, kept.get(f"{part}_variables") or (), strict=False)
+    }
 
 
 @contextlib.contextmanager

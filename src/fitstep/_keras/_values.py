@@ -108,7 +108,14 @@ def _scope_without(variable: Any) -> StepScope | None:
 def _refuse_numbers(variable: Any) -> None:
     """Say that a traced variable has no numbers yet, by its name; JAX would not know it."""
     if isinstance(variable._value, Tracer):
-        name = _active.scope.names[id(variable)]
+        scope = getattr(_active, "scope", None)
+        if scope is None:
+            raise StateError(
+                f"`{variable.path}` was turned into numbers while another thread traces a step of "
+                f"the model, and stands for a traced value. Read it in a callback, or copy the "
+                f"values that another thread is to see."
+            )
+        name = scope.names[id(variable)]
         raise StateError(
             f"`{name}` was turned into numbers in the step, but while a step is traced it stands "
             f"for the values of every later step. Compute with it as an array (`keras.ops`, "

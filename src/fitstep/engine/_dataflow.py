@@ -7,6 +7,59 @@ the update: facts that the names of logs, or a look at the values, cannot give.
 from collections.abc import Iterable
 from typing import Any
 
+from jax.extend.core import Literal
+
+# What computes each number of its result from the numbers in the same place of its inputs.
+_ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pow",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+    ]
+)
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _NO_CALLS = frozenset({"cond", "scan", "while"})
 
@@ -22,6 +75,7 @@ class Dataflow:
     def __init__(self, jaxpr: Any):
         self._inputs = set(jaxpr.invars)
         self._sources: dict[Any, list[Any]] = {}
+        self._elementwise: dict[Any, list[Any]] = {}
         # Results of calls are other names for variables of the bodies.
         self._aliases: dict[Any, Any] = {}
         self._add(jaxpr, {})
@@ -34,9 +88,20 @@ class Dataflow:
         """Whether one of these inputs goes into a variable."""
         return bool(set(inputs) & self._origins(variable, ()))
 
+    def carried_from(self, variable: Any) -> set[Any]:
+        """The inputs of the same shape that a variable is computed from number by number.
+
+        An update of a weight carries its old value on in this way; what goes through a product of
+        matrices, a sum or a branch is no longer carried.
+        """
+        return self._inputs & self._walk(variable, set(), self._elementwise)
+
     def _origins(self, variable: Any, ends: Iterable[Any]) -> set[Any]:
         """Where one arrives by going back from a variable, without going beyond `ends`."""
         stops = {self._original(end) for end in ends if not _is_literal(end)}
+        return self._walk(variable, stops, self._sources)
+
+    def _walk(self, variable: Any, stops: set[Any], sources: dict[Any, list[Any]]) -> set[Any]:
         seen: set[Any] = set()
         waiting = [variable]
         while waiting:
@@ -47,7 +112,7 @@ class Dataflow:
             if _is_literal(current) or current in seen or current in stops:
                 continue
             seen.add(current)
-            waiting += self._sources.get(current, ())
+            waiting += sources.get(current, ())
         return seen
 
     def _original(self, variable: Any) -> Any:
@@ -64,6 +129,10 @@ class Dataflow:
             if body is None:
                 for out in eqn.outvars:
                     self._sources[named(out)] = [named(v) for v in eqn.invars]
+                    if eqn.primitive.name in _ELEMENTWISE:
+                        self._elementwise[named(out)] = [
+                            named(v) for v in eqn.invars if v.aval.shape == out.aval.shape
+                        ]
                 continue
             # A body may be called twice, so its variables get names of this call.
             call = object()
@@ -88,4 +157,4 @@ def _body(eqn: Any) -> Any:
 
 
 def _is_literal(variable: Any) -> bool:
-    return hasattr(variable, "val")
+    return isinstance(variable, Literal)

@@ -6,23 +6,38 @@ model tells whether its programs are still those of the model.
 
 import types
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
-from fitstep._keras import _trainer
+import numpy as np
 
-_PLAIN = (int, float, bool, str, type(None))
-# What a loop sets itself; no step depends on it.
+from fitstep._keras import _objects, _trainer
+
+Fingerprint = dict[tuple[int, str], Any]
+
+_PLAIN = (int, float, bool, str, bytes, complex, range, type(None), np.generic)
+_EXACT = frozenset({bool, int, float, str, type(None)})  # the most of them, found soonest
+# A NumPy array up to this size is compared by its values, since it may be written to in place.
+_SMALL = 2**16
+# What a loop sets itself, or Keras makes for each layer alone; no step depends on it.
 _OF_THE_LOOP = frozenset(
     {
-        "history",
+        "build",
         "built",
+        "call_context_args",
         "compiled",
+        "history",
+        "predict_function",
+        "quantize",
         "steps_per_execution",
         "stop_evaluating",
         "stop_predicting",
         "stop_training",
+        "test_function",
+        "train_function",
     }
 )
+# Names of the classes that are no part of the user's code.
+_FOREIGN = ("keras.", "fitstep.", "builtins", "abc", "typing")
 
 
 class Same:
@@ -33,6 +48,9 @@ class Same:
     def __init__(self, thing: Any):
         self._reference = weakref.ref(thing)
 
+    def thing(self) -> Any:
+        return self._reference()
+
     def __eq__(self, other: object) -> bool:
         thing = self._reference()
         return isinstance(other, Same) and thing is not None and thing is other._reference()
@@ -40,36 +58,31 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Attribute(NamedTuple):
-    """An attribute of an object, and whether it hides one of its class."""
+def fingerprint(model: Any) -> Fingerprint:
+    """What the programs of a model depend on, by the id of an object and the name of an attribute.
 
-    value: Any
-    hides: bool
-
-
-def fingerprint(model: Any) -> dict[tuple[int, str], Any]:
-    """What the programs of a model depend on, by object and attribute.
-
-    Costs about 2 us a layer; asked once a run.
+    Asked once a run; costs about 30 us a layer (`benchmarks/fixed.py`).
     """
-    found: dict[tuple[int, str], Any] = {}
+    found: Fingerprint = {}
     kept_by_keras = _trainer.own_attributes()
     classes: set[type] = set()
-    for thing in [*_trainer.layers(model), *_trainer.compiled_objects(model)]:
-        classes.add(type(thing))
-        found[id(thing), ""] = Same(thing)
-        is_keras = type(thing).__module__.startswith("keras.")
-        for name, value in vars(thing).items():
-            private = name.startswith("_") and name != _trainer.TRAINABLE
-            if name in _OF_THE_LOOP or (private and (is_keras or name in kept_by_keras)):
+    for one in _objects.owned(model):
+        owner, is_keras = id(one.thing), one.is_keras
+        classes.add(type(one.thing))
+        found[owner, ""] = _same(one.thing)
+        for name, value in one.attributes.items():
+            if name in _OF_THE_LOOP:
                 continue
-            if (part := _part(value)) is not None:
-                found[id(thing), name] = Attribute(part, hasattr(type(thing), name))
+            of_keras = name[0] == "_" and (is_keras or name in kept_by_keras)
+            if not of_keras or name in _objects.OF_A_STEP:
+                found[owner, name] = (
+                    (value.__class__, value) if type(value) in _EXACT else _part(value)
+                )
     for cls in {base for known in classes for base in known.__mro__}:
-        if cls is not object and not cls.__module__.startswith(("keras.", "fitstep.")):
+        if not cls.__module__.startswith(_FOREIGN):
             for name, value in vars(cls).items():
-                if isinstance(value, types.FunctionType):
-                    found[id(cls), name] = Same(value)
+                if not name.startswith(("__", "_abc_")):
+                    found[id(cls), name] = _part(value)
     return found
 
 
@@ -78,26 +91,38 @@ def _part(value: Any, depth: int = 3) -> Any:
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, list | tuple) and depth:
-        return tuple(_part(item, depth - 1) for item in value)
+        return tuple([_part(item, depth - 1) for item in value])
     if isinstance(value, dict) and depth:
         return {key: _part(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, types.MethodType):
-        return Same(value.__func__)
+    if isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value):
+        return (type(value), frozenset(value))
+    if isinstance(value, np.ndarray) and value.nbytes <= _SMALL and not value.dtype.hasobject:
+        return (value.shape, value.dtype.str, value.tobytes())
+    if isinstance(value, types.MethodType | staticmethod | classmethod):
+        return _part(value.__func__)
+    if isinstance(value, property):
+        return tuple([_part(each) for each in (value.fget, value.fset, value.fdel)])
+    return _same(value)
+
+
+def _same(thing: Any) -> Any:
     try:
-        return Same(value)
-    except TypeError:  # some objects cannot be referred to weakly
-        return None
+        return Same(thing)
+    except TypeError:  # no weak reference: the number tells it from one that takes its place
+        return (type(thing), id(thing))
 
 
-def differences(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+def differences(before: Fingerprint, after: Fingerprint) -> set[tuple[int, str]]:
     """What has changed between two fingerprints.
 
     An attribute that is new, and hides none of the class, cannot have been baked in: Keras adds
     some when it saves a model.
     """
-    added = {
-        key
-        for key in after.keys() - before.keys()
-        if not isinstance(after[key], Attribute) or after[key].hides
-    }
+    added = {key for key in after.keys() - before.keys() if _can_be_baked_in(key, after)}
     return added | {key for key, value in before.items() if after.get(key) != value}
+
+
+def _can_be_baked_in(added: tuple[int, str], after: Fingerprint) -> bool:
+    owner, name = added
+    known = after.get((owner, ""))
+    return not (name and isinstance(known, Same)) or hasattr(type(known.thing()), name)

@@ -4,6 +4,7 @@ Before a step the arrays are read from the variables, and right after it the new
 back, so every handle reads true values between steps and every write takes effect.
 """
 
+import functools
 import itertools
 import operator
 import threading
@@ -19,7 +20,7 @@ from jax.core import Tracer
 from fitstep._errors import StateError
 from fitstep._keras import _data, _names, _trainer, _values
 from fitstep._keras._values import Cell
-from fitstep._state import ITERATED, PARTS, Layout, State, Wires
+from fitstep._state import ITERATED, PARTS, Layout, Naming, State
 
 
 class Record:
@@ -50,21 +51,18 @@ class Record:
 
 # By id, since a model may define equality; an entry goes when its model goes.
 _records: dict[int, tuple[Any, Record]] = {}
+_records_lock = threading.RLock()  # the collector may forget a model while one is looked up
 
 
 def record_of(model: Any) -> Record:
     """The record of a model; nothing is written to the model itself."""
-    entry = _records.get(id(model))
-    if entry is None or entry[0]() is not model:
-        key = id(model)
-        reference = weakref.ref(model, lambda ref: _forget(key, ref))
-        entry = _records[key] = (reference, Record())
-    return entry[1]
-
-
-def _forget(key: int, reference: Any) -> None:
-    if key in _records and _records[key][0] is reference:
-        del _records[key]
+    with _records_lock:
+        entry = _records.get(id(model))
+        if entry is None or entry[0]() is not model:
+            # In C, without a line of Python, in which a Ctrl-C would be dropped.
+            forget = functools.partial(_records.pop, id(model))
+            entry = _records[id(model)] = (weakref.ref(model, forget), Record())
+        return entry[1]
 
 
 class Wiring(NamedTuple):
@@ -150,13 +148,13 @@ class Live:
             self._names = _variable_names(self.model, self.wiring)
         return self._names
 
-    def wires(self) -> Wires:
+    def naming(self) -> Naming:
         """The variables of Keras with their names; without the seed and the step count."""
         names, places = self.names()[:-2], self.wiring.places
         layout = Layout(
             *(tuple(names[i] for i in places[part]) for part in PARTS), iterated=ITERATED[self.mode]
         )
-        return Wires(self.wiring.variables[:-2], names, places, layout)
+        return Naming(self.wiring.variables[:-2], names, places, layout)
 
     def read(self) -> list[Any]:
         """The arrays that the variables hold now, fit to be handed to a program.
@@ -171,7 +169,23 @@ class Live:
             self.owns_metrics = owned
         arrays = _values.read(self.wiring.variables)
         if any(map(operator.is_not, arrays, self.last)):
-            arrays = self._take_over(arrays)
+            arrays = self._take_over(self._recovered(arrays))
+        return arrays
+
+    def recover(self) -> None:
+        """Put back what a failed loop of Keras's own within a callback left empty."""
+        arrays = _values.read(self.wiring.variables)
+        if any(map(_is_gone, arrays)):
+            _values.write(self.wiring.variables, self._recovered(arrays))
+
+    def _recovered(self, arrays: list[Any]) -> list[Any]:
+        gone = [i for i, array in enumerate(arrays) if _is_gone(array)]
+        if not gone:
+            return arrays
+        nested = _trainer.arrays_of_nested(self.model)
+        for i in gone:
+            found = (nested.get(id(self.wiring.variables[i])), self.last[i])
+            arrays[i] = next((array for array in found if not _is_gone(array)), arrays[i])
         return arrays
 
     def _take_over(self, arrays: list[Any]) -> list[Any]:
@@ -254,7 +268,7 @@ class Live:
         """
         variables = self.wiring.variables
         _values.unbound(variables)
-        arrays = _values.read(variables)
+        arrays = self._recovered(_values.read(variables))
         for i, array in enumerate(arrays):
             if not _is_whole(array) and _is_whole(self.last[i]):
                 arrays[i] = self.last[i]
@@ -281,11 +295,17 @@ class Live:
     def restore(self, state: State) -> None:
         """Write a state into the variables, if all of it fits."""
         own_arrays = self.read()
-        own, wrong = self.state(own_arrays), []
+        own, wrong, absent = self.state(own_arrays), [], []
         for part in PARTS:
             mine, given = getattr(own, part), getattr(state, part)
-            wrong += [f"missing {part} `{name}`" for name in mine if name not in given]
-            wrong += [f"unknown {part} `{name}`" for name in given if name not in mine]
+            missing = [name for name in mine if name not in given]
+            unknown = [name for name in given if name not in mine]
+            if part == "metrics":
+                # Metrics get their variables from the first batch, and start anew in each epoch.
+                absent, missing = missing, []
+                unknown = [] if _trainer.has_unbuilt_metrics(self.model) else unknown
+            wrong += [f"missing {part} `{name}`" for name in missing]
+            wrong += [f"unknown {part} `{name}`" for name in unknown]
             wrong += [
                 f"{part} `{name}`: expected {mine[name].dtype}{list(mine[name].shape)}, received "
                 f"{given[name].dtype}{list(given[name].shape)}"
@@ -295,11 +315,15 @@ class Live:
             ]
         if wrong:
             raise StateError("The state does not fit the model: " + "; ".join(wrong) + ".")
-        arrays: list[Any] = [None] * len(self.wiring.variables)
+        if absent:
+            self.model.reset_metrics()
+            own_arrays = self.read()
+        arrays = list(own_arrays)
         for part in PARTS:
             values = getattr(state, part)
             for name, i in zip(own.layout.names(part), self.wiring.places[part], strict=True):
-                arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
+                if name in values:
+                    arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
         arrays[-2:] = jnp.asarray(state.seed, "uint32"), jnp.asarray(state.step, "int32")
         fresh = copies(arrays)
         _values.write(self.wiring.variables, fresh)
@@ -308,7 +332,7 @@ class Live:
     def state(self, arrays: Sequence[Any]) -> State:
         """The arrays as a state."""
         seed, step = arrays[-2:]
-        return self.wires().state(arrays, step, seed, dict(self.record.slots))
+        return self.naming().state(arrays, step, seed, dict(self.record.slots))
 
 
 def _place_like(variables: Sequence[Any], cell: Cell) -> None:
@@ -327,10 +351,14 @@ def copies(arrays: Sequence[Any]) -> list[Any]:
     return list(_device_copies(tuple(arrays)))
 
 
+def _is_gone(array: Any) -> bool:
+    if array is None or isinstance(array, Tracer):
+        return True
+    return isinstance(array, jax.Array) and array.is_deleted()
+
+
 def _is_whole(array: Any) -> bool:
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-        return False
-    if array.is_deleted():
+    if _is_gone(array) or not isinstance(array, jax.Array):
         return False
     try:
         array.block_until_ready()
@@ -339,13 +367,13 @@ def _is_whole(array: Any) -> bool:
     return True
 
 
-def _variable_names(model: Any, wires: Wiring) -> list[str]:
+def _variable_names(model: Any, wiring: Wiring) -> list[str]:
     owners = _names.model_names(model)
     names = dict(owners)
     if optimizer := getattr(model, "optimizer", None):
         names = _names.optimizer_names(optimizer, owners) | names
     names = _names.metric_names(model) | names
     unnamed = itertools.count()
-    keras_variables = wires.variables[:-2]
+    keras_variables = wiring.variables[:-2]
     found = [names.get(id(v)) or f"unnamed/{next(unnamed)}" for v in keras_variables]
     return [*found, "seed", "step"]

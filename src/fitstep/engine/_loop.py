@@ -113,7 +113,6 @@ def predict(run: Run) -> Any:
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
     with _running(Run(model=model, step=step, batches=None, callbacks=None), mode) as runner:
-        runner.begin_epoch()
         result = runner.step(batch)
         if mode == "predict":
             return tree.map_structure(np.array, result)
@@ -133,8 +132,8 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
             with record.lock:
                 record.running.append(live)
                 # From here on a failure, also of a callback at the very beginning, can be mended.
-                live.relist()
-                live.read()
+                runner.begin_epoch()
+                live.owns_metrics = False
                 hold.release()
             yield runner
         except BaseException as error:
@@ -223,8 +222,13 @@ def _concatenated(outputs: list[Any]) -> Any:
 
 def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
     if step_logs is None:
-        raise DataError("The data has no batch. Give at least one row, or a source that yields.")
-    averages = runner.averages()
+        what = "training" if runner.live.mode == "train" else "evaluation or validation"
+        raise DataError(
+            f"The data for {what} has no batch, or none any more. Give at least one row; a "
+            f"generator is iterated once, so give one that goes on, with a number of steps, or a "
+            f"source that starts anew, such as a `PyDataset`."
+        )
+    averages = runner.means.result()
     if averages:
         return {**step_logs, **averages}
     return _trainer.results_or_logs(runner.live.model, step_logs)

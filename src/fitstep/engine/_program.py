@@ -1,5 +1,7 @@
 """Trace a step once for each shape of batch, and compile it."""
 
+import inspect
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,13 +13,15 @@ import keras
 from jax.extend.core import jaxpr_as_fun
 from keras import tree
 
+from fitstep._errors import StateError
 from fitstep._keras import _trainer
-from fitstep._state import METHODS, check_scalars
+from fitstep._returned import check_scalars
+from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._dataflow import Dataflow
 from fitstep.engine._live import Live
 
-# `(model, mode, wires, state, arrays, batch) -> (logs or outputs, the new arrays)`, pure; `arrays`
+# `(model, mode, naming, state, arrays, batch) -> (logs or outputs, the new arrays)`, pure; `arrays`
 # has one for each variable, and `state` is made of them.
 Step = Callable[..., tuple[Any, list[Any]]]
 
@@ -67,7 +71,7 @@ def run_eagerly(step: Step, live: Live, arrays: list[Any], batch: Any) -> tuple[
     """One step op by op, on concrete values."""
     batch = jax.tree.map(jnp.asarray, batch)
     state = live.state(arrays)
-    result, new = step(live.model, live.mode, live.wires(), state, arrays[:-2], batch)
+    result, new = step(live.model, live.mode, live.naming(), state, arrays[:-2], batch)
     seed, count = arrays[-2:]
     return result, [*new, seed, count + 1 if live.mode == "train" else count]
 
@@ -100,7 +104,7 @@ class Trace:
     ):
         self.live, self.arrays, self.leaves, self.structure = live, arrays, leaves, structure
         model, record, mode = live.model, live.record, live.mode
-        wires, count = live.wires(), len(arrays)
+        naming, count = live.naming(), len(arrays)
         self.given_up = given_up = live.given_up() if donate else []
         self.kept = kept = [i for i in range(count) if i not in set(given_up)]
         written: list[int] = []
@@ -109,9 +113,9 @@ class Trace:
         def function(given: Any, left: Any, means: Any, batch: Any) -> Any:
             inputs = _placed(count, (given_up, given), (kept, left))
             seed, steps = inputs[-2:]
-            state = wires.state(inputs, steps, seed, dict(record.slots))
+            state = naming.state(inputs, steps, seed, dict(record.slots))
             batch = jax.tree.unflatten(structure, batch)
-            result, new = step(model, mode, wires, state, inputs[:-2], batch)
+            result, new = step(model, mode, naming, state, inputs[:-2], batch)
             new = [*new, seed, steps + 1 if mode == "train" else steps]
             # What is given up must come back; of the rest only what the step has changed.
             written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
@@ -120,6 +124,8 @@ class Trace:
                 result = {name: jnp.asarray(result[name]) for name in log_names}
             return tuple(new[i] for i in written), result, means
 
+        # What JAX says of an error in the trace names the function.
+        function.__name__ = function.__qualname__ = METHODS[mode]
         self.function, self.written, self.log_names = function, written, log_names
         self.donated = (0, 2) if donate else ()
         self.inputs = (
@@ -134,32 +140,65 @@ class Trace:
         """The logs of the user's own step that are no metrics; warns of ignored weights.
 
         Raises:
-            StateError: if one of them is no scalar.
+            StateError: if one of them is no scalar, or variables were exchanged.
         """
         method = METHODS[self.live.mode]
-        if not self.log_names or _trainer.is_stock(self.live.model, method):
+        if self.live.mode == "predict" or _trainer.is_stock(self.live.model, method):
             return ()
         jaxpr = self.traced.jaxpr.jaxpr
         new = dict(zip(self.written, jaxpr.outvars, strict=False))
         logs = jaxpr.outvars[len(self.written) :]
         inputs = dict(zip([*self.given_up, *self.kept], jaxpr.invars, strict=False))
         flow, places = Dataflow(jaxpr), self.live.wiring.places
+        self._check_exchanged(flow, new, inputs)
         # Metrics that the step leaves alone do not come back: they are still its inputs.
         metrics = [new.get(i, inputs[i]) for i in set(places["metrics"])]
         extras = tuple(
             name
             for name, log in zip(self.log_names, logs, strict=True)
-            if not flow.depends_only_on(log, metrics)
+            # What depends on nothing at all, such as the rows of the batch, is none either.
+            if not flow.depends_only_on(log, metrics) or flow.depends_only_on(log, ())
         )
         check_scalars(self.traced.out_info[1], extras, method)
         batch = jax.tree.unflatten(self.structure, jaxpr.invars[len(inputs) :])
         weights = jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(batch)[2])
-        results = logs
-        if self.live.mode == "train":
-            results = [new[i] for i in places["trainable"] if i in new]
-        if weights and not any(flow.depends_on(result, weights) for result in results):
-            warnings.warn(_IGNORED_WEIGHTS.format(method=method), stacklevel=2)
+        results = [*logs, *(new[i] for i in places["trainable"] if i in new)]
+        warned = self.live.record.warned
+        ignored = not any(flow.depends_on(result, weights) for result in results)
+        if weights and ignored and method not in warned:
+            warned.add(method)
+            _warn_at(getattr(self.live.model, method), _IGNORED_WEIGHTS.format(method=method))
         return extras
+
+    def _check_exchanged(self, flow: Dataflow, new: dict[int, Any], inputs: dict[int, Any]) -> None:
+        """Find variables that were updated and then returned in each other's places.
+
+        Raises:
+            StateError: names two whose new values carry on the old value of the other, and not
+                their own.
+        """
+        kinds: dict[Any, list[int]] = {}
+        for i, output in new.items():
+            kinds.setdefault((output.aval.shape, output.aval.dtype), []).append(i)
+        for alike in kinds.values():
+            if len(alike) < 2:
+                continue
+            carried = {i: flow.carried_from(new[i]) for i in alike}
+            strange = [i for i in alike if carried[i] and inputs[i] not in carried[i]]
+            for i, j in itertools.combinations(strange, 2):
+                if inputs[j] in carried[i] and inputs[i] in carried[j]:
+                    names = self.live.names()
+                    raise StateError(
+                        f"`{METHODS[self.live.mode]}`: the variables `{names[i]}` and `{names[j]}` "
+                        f"were exchanged in the returned state: each carries on the old value of "
+                        f"the other. Expected: each in the place it came in."
+                    )
+
+
+def _warn_at(method: Any, message: str) -> None:
+    """Warn at the user's own code, for each model anew."""
+    code = inspect.unwrap(getattr(method, "__func__", method)).__code__
+    warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 _IGNORED_WEIGHTS = (

@@ -7,10 +7,12 @@ import keras
 import numpy as np
 
 from fitstep._keras import _data, _trainer
-from fitstep._state import METHODS, check_scalars
-from fitstep.engine import _live, _means
+from fitstep._returned import check_scalars
+from fitstep._state import METHODS
+from fitstep.engine import _live
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
+from fitstep.engine._means import Means
 from fitstep.engine._program import Program, Step, Trace, compile_step, rows_of, run_eagerly
 
 
@@ -38,14 +40,12 @@ class Runner:
         self.donate = donate and self.compiled and not self.checked
         self.snapshot = snapshot
         self._wiring: Any = None
+        self._programs: dict[Any, Program] = {}
         self._own_programs: dict[Any, Any] = {}
-        self._finished_means: list[tuple[tuple[str, ...], Any]] = []
-        self._extras: tuple[str, ...] = ()
-        self._means: Any = ()
-        self._averaged: set[str] = set()
+        self.means = Means()
         self._examined = False
         self._extras_of_trace: set[str] | None = None
-        self._keep_next = snapshot
+        self._keep_next = True
         # Within a run its programs stay; a nested run must not drop them.
         if not live.record.running:
             _drop_stale(live.record, fingerprint(live.model))
@@ -53,13 +53,14 @@ class Runner:
     def begin_epoch(self) -> None:
         """Look up the variables and start averages anew; the next inputs become the snapshot."""
         with self.live.record.lock:
+            self.live.recover()
             self.live.relist()
             self.live.read()
             self.live.owns_metrics = True
-        self._extras, self._means = (), ()
-        self._finished_means.clear()
-        self._averaged.clear()
-        self._keep_next = self.snapshot
+        self.means.clear()
+        # A run's first step is given copies in any case: arrays that were assigned before it may
+        # belong to somebody else.
+        self._keep_next = self._keep_next or self.snapshot
 
     def step(self, batch: Any) -> Any:
         """One step on one batch, whatever other threads do with the model.
@@ -77,9 +78,7 @@ class Runner:
         if not self.compiled:
             return self._step_eagerly(arrays, batch)
         program, leaves = self._program(arrays, batch)
-        if program.extras != self._extras:
-            self._average_anew(program.extras)
-            self._averaged.update(program.extras)
+        self.means.use(program.extras, program.extras)
         given, kept = program.give_up(arrays), program.keep(arrays)
         careful = not (self.donate and program.proven)
         if self.donate and (self._keep_next or not program.proven):
@@ -89,7 +88,7 @@ class Runner:
             given = tuple(_live.copies(given))
         hold.held = True
         try:
-            new, result, means = program.call(given, kept, self._means, leaves)
+            new, result, means = program.call(given, kept, self.means.running, leaves)
             if careful:
                 jax.block_until_ready((new, result))
             if len(new) == len(arrays):
@@ -98,28 +97,13 @@ class Runner:
                 for i, array in zip(program.written, new, strict=True):
                     arrays[i] = array
             live.write(arrays)
-            self._means = means
+            self.means.running = means
             program.proven = True
             if not self.snapshot:
                 live.snapshot = None
         finally:
             hold.release()
         return result
-
-    def _average_anew(self, names: tuple[str, ...]) -> None:
-        """Average other logs from now on: a batch of another shape may have others."""
-        if self._extras:
-            self._finished_means.append((self._extras, self._means))
-        self._extras = names
-        self._means = _means.no_means(len(names)) if names else ()
-
-    def averages(self) -> dict[str, float]:
-        """The mean over this epoch's rows of each log that is no metric."""
-        if not self._averaged:
-            return {}
-        self._average_anew(())
-        means = _means.combined(self._finished_means)
-        return {name: means[name] for name in sorted(self._averaged)}
 
     def _step_eagerly(self, arrays: list[Any], batch: Any) -> Any:
         live = self.live
@@ -142,11 +126,8 @@ class Runner:
             extras &= self._extras_of_trace
         check_scalars(logs, extras, METHODS[self.live.mode])
         names = tuple(sorted(name for name in logs if getattr(logs[name], "shape", ()) == ()))
-        if names != self._extras:
-            self._average_anew(names)
-        values = [logs[name] for name in names]
-        self._means = _means.updated_means(self._means, values, rows_of(batch))
-        self._averaged |= extras
+        self.means.use(names, extras)
+        self.means.add([logs[name] for name in names], rows_of(batch))
 
     def _traced_extras(self, arrays: list[Any], batch: Any) -> set[str] | None:
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, batch))

@@ -25,6 +25,7 @@ import fitstep
 _COMMON = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
+_ALL = tuple(signal.valid_signals())
 _LIBRARIES = tuple(
     f"{Path(module.__file__).parent}{os.sep}"
     for module in (fitstep, jax, jaxlib, keras, np)
@@ -152,7 +153,7 @@ def holding() -> Iterator[Hold]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     hold = Hold() if in_main_thread else NoHold()
     try:
-        hold.install(signal.valid_signals())
+        hold.install(_ALL)
         hold.watch()
         yield hold
         hold.raise_swallowed()
