@@ -141,14 +141,15 @@ def test_train_help_lists_built_in_experiments(capsys):
     assert "credit          Who gets a loan?" in capsys.readouterr().out
 
 
-def test_missing_extra_is_named_with_the_line_that_installs_it(here, capsys, monkeypatch):
-    """Without the packages of a built-in experiment nothing is trained and the remedy is given."""
+@pytest.mark.parametrize("package", ["sklearn", "pandas", "matplotlib"])
+def test_missing_extra_is_named_with_the_line_that_installs_it(here, capsys, monkeypatch, package):
+    """Without one of a built-in experiment's packages nothing is trained and the remedy is given."""
     monkeypatch.delitem(sys.modules, "fitstep.experiments.credit", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, package, None)
     said = refused(capsys, "train", "credit")
-    assert "needs the package 'sklearn'" in said
+    assert f"needs the package {package!r}" in said
     assert 'pip install "fitstep[demo]"' in said
     assert list(here.iterdir()) == []
 
@@ -313,7 +314,7 @@ def test_exception_in_the_step_keeps_the_users_traceback_only(here, capsys):
     assert err.startswith(f'Traceback (most recent call last):\n  File "{here / "toy.py"}"')
     assert "LookupError: my own mistake" in err
     assert "engine" not in err
-    assert "No epoch was over yet: nothing is kept." in out
+    assert "No epoch was over yet: no run folder is left." in out
     assert not (here / "runs").exists()
 
 
@@ -403,10 +404,138 @@ def test_interrupt_keeps_what_there_is(here, number):
         child.send_signal(number)
         rest = child.stdout.read()
     assert child.returncode == 128 + number
-    assert "Interrupted. Kept in out: histories, curves and models (run stopped after" in rest
+    assert "Interrupted. Kept in out: what there was by then (run stopped after" in rest
     summary = json.loads((here / "out" / "summary.json").read_text())
     history = (here / "out" / "history.jsonl").read_text().splitlines()
     assert summary["status"] == "interrupted"
     assert summary["epochs"] == len(history)
     model: Any = keras.models.load_model(here / "out" / "model.keras")
     assert model.count_params() == 2
+
+
+def with_hook(hook: str) -> str:
+    """The toy experiment with a callback that does `hook` at the beginning of its second epoch."""
+    return TOY.replace("if str(epoch) == self.epoch:", "if epoch == 1:").replace(
+        'raise RuntimeError("planned")', hook
+    )
+
+
+def test_a_model_that_cannot_be_kept_is_no_success(here):
+    """Where the trained model did not fit on the disk, the exit code and the summary say so."""
+    experiment(here, TOY.replace("Dense(1)]", "Dense(3000), keras.layers.Dense(1000)]"))
+    command = f"ulimit -f 1024; exec {sys.executable} -m fitstep train toy.py --out out"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "Kept in out, without model.weights.h5" in done.stdout
+    summary = json.loads((here / "out" / "summary.json").read_text())
+    assert summary["missing"] == ["model.weights.h5"]
+    assert not [path.name for path in (here / "out").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("where", ["build", "callback"])
+def test_an_experiment_may_change_the_working_folder(here, where, tmp_path_factory):
+    """The run folder is where it was asked for, whatever folder the experiment changes to."""
+    change = f"__import__('os').chdir({str(tmp_path_factory.mktemp('elsewhere'))!r})"
+    if where == "callback":
+        text = with_hook(change)
+    else:
+        text = TOY.replace("    return one(config)", f"    {change}\n    return one(config)")
+    experiment(here, text)
+    assert main(["train", "toy.py", "--out", "out"]) == 0
+    assert {"model.keras", "curves.png", "summary.json"} <= {
+        path.name for path in (here / "out").iterdir()
+    }
+    assert json.loads((here / "out" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_value_in_another_encoding_is_kept_escaped(here):
+    """A file name that is no UTF-8 goes into `config.json` as JSON can hold it."""
+    experiment(here, TOY)
+    name = os.fsdecode(b"caf\xe9")
+    assert main(["train", "toy.py", "--fail", name, "--out", "out"]) == 0
+    kept = json.loads((here / "out" / "config.json").read_text(encoding="utf-8"))
+    assert kept["config"]["fail"] == name
+
+
+@pytest.mark.parametrize("gone", ["absent", "closed"])
+def test_without_standard_output_all_is_kept_and_errors_are_told(here, capsys, monkeypatch, gone):
+    """A daemon has no standard output: the run is made in silence, a failure still speaks."""
+    stream = None
+    if gone == "closed":
+        stream = (here / "stream").open("w")
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    experiment(here, TOY)
+    assert main(["train", "toy.py", "--out", "out"]) == 0
+    assert (here / "out" / "model.keras").exists()
+    assert main(["train", "toy.py", "--fail", "0"]) == 1
+    assert "RuntimeError: planned" in capsys.readouterr().err
+
+
+def test_a_display_that_lacks_a_letter_trains(here):
+    """On a terminal in ASCII the name of a run may hold other letters."""
+    experiment(here, TOY.replace("    return one(config)", '    return {"ü": one(config)}'))
+    done = subprocess.run(
+        ["script", "-qec", f"{sys.executable} -m fitstep train toy.py --out out", "/dev/null"],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "TERM": "xterm"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert (here / "out" / "ü" / "model.keras").exists()
+
+
+def test_a_name_of_too_many_bytes_is_refused_before_training(here, capsys):
+    """Letters count as the bytes that a file system counts."""
+    experiment(here, TOY.replace("    return one(config)", '    return {"字" * 90: one(config)}'))
+    assert main(["train", "toy.py"]) == 2
+    assert "becomes a folder" in capsys.readouterr().err
+
+
+def test_a_forked_worker_dies_of_its_sigterm_as_ever():
+    """Pools end their workers by SIGTERM, which means Ctrl-C only in the process of the command."""
+    program = """
+import os, signal, time
+from fitstep.cli._signals import sigterm_as_ctrl_c
+with sigterm_as_ctrl_c():
+    ready, here = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(here, b"!")
+        time.sleep(60)
+    os.read(ready, 1)  # a signal that comes before Python has dealt with the fork is dropped
+    os.kill(child, signal.SIGTERM)
+    print("ended by", os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"ended by {int(signal.SIGTERM)}\n"
+    assert "KeyboardInterrupt" not in done.stderr
+
+
+def test_sys_exit_in_a_callback_says_what_was_kept(here, capsys):
+    """The exit code is the user's, and the last line tells of the folder."""
+    experiment(here, with_hook("raise SystemExit(5)"))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "toy.py", "--out", "out"])
+    assert caught.value.code == 5
+    assert "Stopped by `sys.exit`. Kept in out" in capsys.readouterr().out
+
+
+def test_what_is_no_field_and_no_experiment_is_named(here, capsys):
+    """A setting without a type, and functions of the wrong shape, are told with the remedy."""
+    cases = {
+        "write `epochs: int = 5`": TOY.replace(
+            'epochs: int = field(default=2, metadata={"help": "passes, 100% of the rows each"})',
+            "epochs = 5",
+        ),
+        "`build` in toy.py takes `()`: define `def build(config)`": TOY.replace(
+            "def build(config):", "def build():"
+        ),
+    }
+    for said, text in cases.items():
+        experiment(here, text)
+        assert said in refused(capsys, "train", "toy.py")
+    experiment(here, TOY)
+    assert "--out expects a folder" in refused(capsys, "train", "toy.py", "--out", "")

@@ -76,7 +76,8 @@ def test_two_runs_in_one_second_get_different_folders(here):
     """The default folder bears the experiment's name and the time, numbered where it is taken."""
     paths = [claim(None, "toy", NOW).path for _ in range(3)]
     name = "toy-20250131T123005Z"
-    assert paths == [Path("runs", name), Path("runs", f"{name}-2"), Path("runs", f"{name}-3")]
+    names = [name, f"{name}-2", f"{name}-3"]
+    assert paths == [here / "runs" / each for each in names]
 
 
 def test_out_must_be_new_or_empty(here):
@@ -87,7 +88,7 @@ def test_out_must_be_new_or_empty(here):
         claim("full", "toy", NOW)
     assert (here / "full" / "thesis.tex").read_text() == "all of it"
     (here / "empty").mkdir()
-    assert claim("empty", "toy", NOW).path == Path("empty")
+    assert claim("empty", "toy", NOW).path == here / "empty"
 
 
 def test_one_empty_folder_is_given_to_one_run(here):
@@ -174,7 +175,7 @@ def test_a_run_that_fails_later_keeps_its_epochs(here, capsys):
     """After the first epoch a failure leaves the history, the model and the word "failed"."""
     assert main(["train", "toy.py", "--fail", "2", "--out", "out"]) == 1
     out, err = capsys.readouterr()
-    assert "Kept in out: histories, curves and models (run stopped after 2 epochs)." in out
+    assert "Kept in out: what there was by then (run stopped after 2 epochs)." in out
     assert err.rstrip().endswith("RuntimeError: planned")
     summary = read(here / "out" / "summary.json")
     assert (summary["status"], summary["epochs"]) == ("failed", 2)
@@ -187,7 +188,7 @@ def test_a_run_that_fails_later_keeps_its_epochs(here, capsys):
 def test_a_run_that_fails_at_once_leaves_nothing(here, capsys):
     """Before the first epoch is over a failure leaves no folder."""
     assert main(["train", "toy.py", "--fail", "0"]) == 1
-    assert "No epoch was over yet: nothing is kept." in capsys.readouterr().out
+    assert "No epoch was over yet: no run folder is left." in capsys.readouterr().out
     assert [path.name for path in here.iterdir()] == ["toy.py"]
 
 

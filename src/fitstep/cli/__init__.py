@@ -5,6 +5,7 @@ imports neither Keras nor a command: a command's file is imported when the comma
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0: done. 1: the user's own code raised. 2: the command line, the experiment file or the
-    output folder is wrong, found before any training. 130: Ctrl-C (143: SIGTERM).
+    output folder is wrong, found before any training. 3: trained, but not all of it could be
+    kept. 130: Ctrl-C (143: SIGTERM).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,7 +50,8 @@ def _without_command(arguments: list[str]) -> int:
     except SystemExit as done:  # argparse's way to end after --help
         return int(done.code or 0)
     if options.version:
-        print(f"fitstep {__version__}")
+        with contextlib.suppress(BrokenPipeError):
+            print(f"fitstep {__version__}", flush=True)
         return 0
     raise UsageError("which command? `fitstep train EXPERIMENT` trains; `fitstep --help` lists all")
 

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from fitstep._run import Run
 SINGLE = "run"  # the name of a run where `build` returned one and not a dict
 INSTALL_DEMO = 'pip install "fitstep[demo]"'
 
+_LONGEST_NAME = 200  # bytes; most file systems take 255, and files are written beside it
+_PLAIN = (bool, int, float, str, tuple)
 Planned = Run | Callable[[], Run]
 
 
@@ -94,16 +97,23 @@ def load(path: Path) -> Experiment:
 
 
 def _import_built_in(path: Path) -> ModuleType:
+    for package in experiments.REQUIRED:
+        if importlib.util.find_spec(package) is None:
+            raise ExperimentError(_needs(path, package))
     try:
         return importlib.import_module(f"{experiments.__name__}.{path.stem}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "fitstep", "keras", "jax", "numpy"):
             raise  # the installation is broken, not short of the extra
-        raise ExperimentError(
-            f"the built-in experiment {path.stem!r} needs the package {package!r}, which is not "
-            f"installed. Install it: {INSTALL_DEMO}"
-        ) from error
+        raise ExperimentError(_needs(path, package)) from error
+
+
+def _needs(path: Path, package: str) -> str:
+    return (
+        f"the built-in experiment {path.stem!r} needs the package {package!r}, which is not "
+        f"installed. Install it: {INSTALL_DEMO}"
+    )
 
 
 def _execute(path: Path, source: bytes) -> ModuleType:
@@ -136,6 +146,13 @@ def _config_class(module: ModuleType, path: Path) -> type:
         raise ExperimentError(f"`Config` in {path.name} is not a dataclass: {remedy}")
     if not vars(config_class)["__dataclass_params__"].frozen:
         raise ExperimentError(f"`Config` in {path.name} is not frozen: {remedy}")
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    for name, value in vars(config_class).items():
+        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in fields:
+            raise ExperimentError(
+                f"`Config.{name}` in {path.name} has no type, so it is no field: write "
+                f"`{name}: {type(value).__name__} = {value!r}`"
+            )
     return config_class
 
 
@@ -148,6 +165,13 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
         raise ExperimentError(f"{path.name} has no `{name}`: define {wanted}")
     if not callable(vars(module)[name]):
         raise ExperimentError(f"`{name}` in {path.name} is not a function: define {wanted}")
+    signature = inspect.signature(vars(module)[name])
+    try:
+        signature.bind(*[None] * {"build": 1, "report": 2}[name])
+    except TypeError:
+        raise ExperimentError(
+            f"`{name}` in {path.name} takes `{signature}`: define {wanted}"
+        ) from None
     return vars(module)[name]
 
 
@@ -180,10 +204,11 @@ def _check_names(names: list[Any], path: Path) -> None:
     """Each run gets a folder of its name, on systems too that take "A" and "a" for the same."""
     seen: dict[str, str] = {}
     for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w .,=+@-]{0,99}(?<![ .])", name):
+        fits = isinstance(name, str) and re.fullmatch(r"\w[\w .,=+@-]{0,99}(?<![ .])", name)
+        if not fits or len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
             raise ExperimentError(
-                f"a run's name in {path.name} becomes a folder: use letters, digits and "
-                f"`_-.,=+@` (100 at most, starting with a letter or digit). Received: {name!r}"
+                f"a run's name in {path.name} becomes a folder: use letters, digits, spaces and "
+                f"`_-.,=+@` (100 at most, starting with a letter or digit). Received: {name!r:.120}"
             )
         if "." in name and Path(name).suffix in (".json", ".jsonl", ".keras", ".png"):
             raise ExperimentError(

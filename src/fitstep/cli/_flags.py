@@ -149,7 +149,8 @@ def _give(flag: Flag) -> str:
 def _unknown(name: str, known: list[str]) -> UsageError:
     if not name.startswith("-"):
         return UsageError(f"unexpected argument {name!r}: a value follows its flag")
-    close = difflib.get_close_matches(name, known, n=1)
+    begun = [each for each in known if each.startswith(name)]
+    close = begun or difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(known)}"
     return UsageError(f"unknown flag {name}. {hint}")
 

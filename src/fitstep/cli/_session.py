@@ -11,7 +11,7 @@ from fitstep.cli._experiment import SINGLE, Experiment, ExperimentError, planned
 from fitstep.records._console import Console, figures
 from fitstep.records._environment import environment
 from fitstep.records._recorder import Recorder
-from fitstep.records._run_folder import RunFiles, RunFolder
+from fitstep.records._run_folder import RunFiles, RunFolder, shown
 
 # Adam's two moments beside each weight; what a saved model takes at most, all but for a little.
 COPIES_SAVED = 3
@@ -43,9 +43,14 @@ class Session:
         self._begun = begun
         self._count = 0
         self._summaries: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, RunFiles] = {}
 
-    def train(self) -> None:
-        """Train every run, then report. Whatever ends this, the folder tells how far it came."""
+    def train(self) -> bool:
+        """Train every run, then report. Whatever ends this, the folder tells how far it came.
+
+        Returns:
+            Whether everything that was to be kept is in the run folder.
+        """
         status, more = "failed", {}
         try:
             results = self._train_runs()
@@ -59,19 +64,22 @@ class Session:
             raise
         finally:
             self._close(status, more)
-        self._console.say(f"Kept in {self._folder.path}")
+        missing = self._missing()
+        without = f", without {', '.join(missing)}" if missing else ""
+        self._console.say(f"Kept in {shown(self._folder.path)}{without}")
+        return not missing
 
     def standing(self) -> str:
         """What stands in the run folder, for whoever stopped the training or saw it fail."""
         if not self._folder.kept:
-            return "No epoch was over yet: nothing is kept."
+            return "No epoch was over yet: no run folder is left."
         made = self._summaries.items()
         finished = sum(summary["status"] == "finished" for _, summary in made)
         told = [f"{finished} of {self._count} runs finished"] if self._count > 1 else []
         for name, summary in made:
             if summary["status"] != "finished":
                 told.append(f"{name} stopped after {_epochs(summary['epochs'])}")
-        kept = f"Kept in {self._folder.path}: histories, curves and models"
+        kept = f"Kept in {shown(self._folder.path)}: what there was by then"
         return f"{kept} ({', '.join(told)})." if told else f"{kept}."
 
     def _train_runs(self) -> dict[str, Result]:
@@ -79,7 +87,7 @@ class Session:
         plan = planned_runs(experiment.build(self._config), experiment.path)
         self._count = len(plan)
         runs = "one run" if self._count == 1 else f"{self._count} runs"
-        self._console.say(f"{experiment.name}: {runs}, into {self._folder.path}")
+        self._console.say(f"{experiment.name}: {runs}, into {shown(self._folder.path)}")
         results = {}
         for number, (name, planned) in enumerate(plan.items(), start=1):
             run = realise(name, planned, experiment.path)
@@ -92,7 +100,8 @@ class Session:
     def _train_run(self, name: str, run: Run) -> Result:
         alone = self._count == 1 and name == SINGLE
         path = self._folder.path if alone else self._folder.path / name
-        recorder = Recorder(name, RunFiles(path, self._console.say), self._console, self._keep)
+        files = self._files[name] = RunFiles(path, self._console.say)
+        recorder = Recorder(name, files, self._console, self._keep)
         status, test, more = "failed", None, {}
         try:
             history = _fit(run, recorder)
@@ -114,8 +123,8 @@ class Session:
                     self._write_summary("running", {})
                 recorder.save()
         self._console.end(
-            f"{name}: {_epochs(recorder.epochs)} in {recorder.seconds:.1f} s  "
-            + figures(recorder.last | {f"test_{key}": value for key, value in (test or {}).items()})
+            f"{name}: {_epochs(recorder.epochs)} in {recorder.seconds:.1f} s; "
+            f"last epoch: {figures(recorder.last)}" + (f"; test: {figures(test)}" if test else "")
         )
         return Result(name, run, dict(history.history), test)
 
@@ -145,6 +154,14 @@ class Session:
         }
         self._folder.keep(about, environment())
 
+    def _missing(self) -> list[str]:
+        """The files that could not be written."""
+        return [
+            name if self._count == 1 else f"{run}/{name}"
+            for run, files in self._files.items()
+            for name in sorted(files.missing)
+        ]
+
     def _close(self, status: str, more: Mapping[str, Any]) -> None:
         if self._folder.kept:
             self._write_summary(status, more)
@@ -159,6 +176,8 @@ class Session:
             "begun": self._begun.isoformat(timespec="seconds"),
             "seconds": round((now - self._begun).total_seconds(), 3),
         }
+        if missing := self._missing():
+            summary["missing"] = missing
         if list(self._summaries) == [SINGLE] and self._count == 1:
             summary |= self._summaries[SINGLE] | {"status": status}
         else:

@@ -1,5 +1,6 @@
 """SIGTERM and SIGHUP end a run as Ctrl-C does: with everything saved."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,14 @@ def sigterm_as_ctrl_c() -> Iterator[Signals]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, where they have their default effect."""
     signals = Signals()
 
+    owner = os.getpid()
+
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            # A forked worker, which inherits the handler: its parent ends it by this signal.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         signals.number = number
         # Through Ctrl-C's own handler: the engine holds that one back for the moment in which
         # the model's arrays are inside a program, and a raise there would lose the model.

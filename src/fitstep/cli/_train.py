@@ -1,6 +1,7 @@
 """`fitstep train EXPERIMENT [--field value ...] [--out DIR]`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from fitstep.cli._flags import Flag, UsageError
 from fitstep.cli._signals import sigterm_as_ctrl_c
 from fitstep.cli._traceback import own_traceback
 
+INCOMPLETE = 3  # trained, but not all of it could be kept
 HELP = ("-h", "--help")
 OUT = Flag(
     "out",
@@ -63,6 +65,8 @@ def _train(experiment: Experiment, values: dict[str, Any], out: str | None) -> i
 
     config = experiment.config_class(**values)
     begun = datetime.now(UTC)
+    if out == "":
+        raise UsageError("--out expects a folder. Received: an empty text")
     console = open_console(sys.stdout)
     try:
         folder = claim(out, experiment.name, begun)
@@ -71,7 +75,7 @@ def _train(experiment: Experiment, values: dict[str, Any], out: str | None) -> i
     with console, sigterm_as_ctrl_c() as signals:
         session = Session(experiment, config, folder, console, begun)
         try:
-            session.train()
+            complete = session.train()
         except RunFolderError as error:
             raise UsageError(str(error)) from error
         except KeyboardInterrupt:
@@ -80,7 +84,10 @@ def _train(experiment: Experiment, values: dict[str, Any], out: str | None) -> i
         except Exception:
             console.say(f"Failed. {session.standing()}")
             raise
-    return 0
+        except SystemExit:
+            console.say(f"Stopped by `sys.exit`. {session.standing()}")
+            raise
+    return 0 if complete else INCOMPLETE
 
 
 def _checked_flags(experiment: Experiment) -> tuple[Flag, ...]:
@@ -128,5 +135,8 @@ def _list_of_experiments() -> str:
 
 def _print_own(error: Exception, path: Path | None) -> None:
     """Print a user's exception as their own program would have."""
-    sys.stdout.flush()
+    with contextlib.suppress(
+        AttributeError, ValueError, OSError
+    ):  # there may be none, or a closed one
+        sys.stdout.flush()
     print(own_traceback(error, path), end="", file=sys.stderr)

@@ -8,6 +8,8 @@ import ast
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+# The packages of the extra `demo`, as they are imported.
+REQUIRED = ("sklearn", "pandas", "matplotlib")
 
 
 def names() -> tuple[str, ...]:

@@ -99,7 +99,9 @@ class CostPricedNetwork(CreditNetwork):
     def __init__(self, units: int, dropout: float, mix: float, **kwargs: Any) -> None:
         super().__init__(units, dropout, **kwargs)
         self.mix = mix
-        self.cost = keras.metrics.Mean(name="cost")  # beside Keras's own mean of the loss
+        self.expected_cost = keras.metrics.Mean(
+            name="expected_cost"
+        )  # beside Keras's own mean of the loss
 
     def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"mix": self.mix}
@@ -132,7 +134,7 @@ class CostPricedNetwork(CreditNetwork):
         logs, updated = {}, []
         for metric in self.metrics:
             own = variables[len(updated) : len(updated) + len(metric.variables)]
-            value = {"loss": loss, "cost": cost}[metric.name]
+            value = {"loss": loss, "expected_cost": cost}[metric.name]
             # Weighted by its rows, so that a short last batch counts for what it holds.
             own = metric.stateless_update_state(own, value, sample_weight=rows)
             logs[metric.name] = metric.stateless_result(own)

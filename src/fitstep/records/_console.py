@@ -3,6 +3,7 @@
 Plain are pipes, files, CI logs, `TERM=dumb` and `NO_COLOR`: there, not one escape code is written.
 """
 
+import io
 import math
 import os
 import sys
@@ -42,8 +43,12 @@ class Console(Protocol):
         ...
 
 
-def open_console(stream: TextIO, environment: Mapping[str, str] = os.environ) -> Console:
-    """The console that suits a stream."""
+def open_console(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> Console:
+    """The console that suits a stream; a silent one where there is none."""
+    if stream is None or stream.closed:
+        return PlainConsole(None)
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # a display that cannot show a name ends no training
     plain = environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
     if plain or not stream.isatty():
         return PlainConsole(stream)
@@ -53,8 +58,8 @@ def open_console(stream: TextIO, environment: Mapping[str, str] = os.environ) ->
 class PlainConsole:
     """One line per epoch, or one a second where epochs are shorter."""
 
-    def __init__(self, stream: TextIO, clock: Any = time.monotonic) -> None:
-        self._stream: TextIO | None = stream
+    def __init__(self, stream: TextIO | None, clock: Any = time.monotonic) -> None:
+        self._stream = stream
         self._clock = clock
         self._run = ""
         self._epochs = 0
@@ -72,7 +77,7 @@ class PlainConsole:
         try:
             encoding = self._stream.encoding or "utf-8"
             print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
-        except OSError:
+        except (OSError, ValueError):
             # Whoever read this has gone (`| head`, a closed terminal); the training is not theirs.
             self._stream = None
             _point_at_nothing(sys.stdout)
@@ -170,7 +175,7 @@ class LiveConsole:
     def _quietly(self, write: Any, *arguments: Any) -> None:
         try:
             write(*arguments)
-        except OSError:  # the terminal has been closed; the training goes on
+        except (OSError, ValueError):  # the terminal has been closed; the training goes on
             _point_at_nothing(sys.stdout)
 
 

@@ -40,7 +40,12 @@ def line(value: Any) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write a value, indented; the old file stays until the new one is complete."""
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=2)
-    write_whole(path, lambda target: target.write_text(text + "\n", encoding="utf-8"))
+    write_whole(path, lambda target: target.write_bytes(encoded(text)))
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8, with JSON's escapes for what it lacks, such as a file name in another encoding."""
+    return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:

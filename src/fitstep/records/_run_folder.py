@@ -30,7 +30,7 @@ from typing import Any
 
 from fitstep._errors import FitstepError
 from fitstep.records import _curves
-from fitstep.records._json import line, write_json, write_whole
+from fitstep.records._json import encoded, line, write_json, write_whole
 
 CLAIM = ".fitstep-claimed"
 CLAIM_BYTES = 1 << 16  # enough to fail on a disk, or a quota, that is full
@@ -80,7 +80,7 @@ class RunFolder:
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise RunFolderError(
-                f"no room for the trained models in {self.path}: about {_megabytes(needed)} "
+                f"no room for the trained models in {shown(self.path)}: about {_megabytes(needed)} "
                 f"needed, {_megabytes(free)} free. Make room, or give another folder with --out"
             )
 
@@ -98,6 +98,7 @@ def claim(out: str | Path | None, experiment: str, now: datetime) -> RunFolder:
         RunFolderError: if the folder is not empty, or cannot be made or written to.
     """
     wanted = Path("runs", f"{experiment}-{now:%Y%m%dT%H%M%SZ}") if out is None else Path(out)
+    wanted = wanted.absolute()  # whatever folder the experiment changes to
     path, made = wanted, []
     try:
         for number in itertools.count(2):
@@ -112,9 +113,14 @@ def claim(out: str | Path | None, experiment: str, now: datetime) -> RunFolder:
         if isinstance(error, RunFolderError):
             raise
         raise RunFolderError(
-            f"cannot write to the run folder {path}: {error.strerror}. Give another with --out"
+            f"cannot write to the run folder {shown(path)}: {error.strerror}. Give another with --out"
         ) from error
     return RunFolder(path, tuple(made))
+
+
+def shown(path: Path) -> str:
+    """A path as a user names it: from the present folder where it lies within."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _make(path: Path, made: list[Path]) -> None:
@@ -132,13 +138,13 @@ def _refuse_content(path: Path) -> None:
     found = sorted(entry.name for entry in path.iterdir())
     if found == [CLAIM]:
         raise RunFolderError(
-            f"another run has claimed {path}, or was killed before its first epoch was over. "
+            f"another run has claimed {shown(path)}, or was killed before its first epoch was over. "
             "Give another folder with --out, or remove this one"
         )
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise RunFolderError(
-            f"the run folder must be new or empty. Received: --out={path}, which holds "
+            f"the run folder must be new or empty. Received: --out={shown(path)}, which holds "
             f"{found[0]}{more}"
         )
 
@@ -163,6 +169,22 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             return
 
 
+def _try_room(path: Path, size: int) -> None:
+    """Write as many bytes as are to be written, and take them away again."""
+    try:
+        with path.open("wb") as file:
+            for written in range(0, size + SPARE_BYTES, SPARE_BYTES):
+                file.write(bytes(min(SPARE_BYTES, size + SPARE_BYTES - written)))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.0f} MB"
 
@@ -178,20 +200,24 @@ class RunFiles:
     Args:
         path: the folder.
         note: called with a sentence for the user.
+        unwritten: lines of the history that wait for room.
+        noted: the files that `note` has heard about.
+        missing: the files whose last writing failed.
     """
 
     path: Path
     note: Callable[[str], None]
     unwritten: list[str] = field(default_factory=list)
     noted: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
 
     def append_epoch(self, entry: Mapping[str, Any]) -> None:
         """Add one line to `history.jsonl`; it is on the disk's way when this returns."""
-        self.unwritten.append(line(entry) + "\n")
+        self.unwritten.append(line(entry))
         with self._unless_it_fails("history.jsonl"):
             self.path.mkdir(exist_ok=True)
-            with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
-                file.write("".join(self.unwritten))
+            with (self.path / "history.jsonl").open("ab") as file:
+                file.write(b"".join(map(encoded, self.unwritten)))
             self.unwritten.clear()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -202,11 +228,23 @@ class RunFiles:
 
     def save_model(self, model: Any) -> None:
         """Replace `model.keras`; a model that Keras cannot save keeps at least its weights."""
-        with self._unless_it_fails("model.keras"):
+        try:
             write_whole(self.path / "model.keras", model.save)
-            return
+        # Keras raises nearly anything for a model that it cannot save.
+        except Exception as error:  # noqa: BLE001
+            self._save_weights(model, _one_line(str(error).partition("Example:")[0]))
+        else:
+            self.missing.discard("model.weights.h5")
+
+    def _save_weights(self, model: Any, reason: str) -> None:
         with self._unless_it_fails("model.weights.h5"):
+            # HDF5 can end the whole process where a disk is full, so the room is tried first.
+            _try_room(self.path / ".room", sum(v.value.nbytes for v in model.variables))
             write_whole(self.path / "model.weights.h5", model.save_weights)
+            whole = self.path / "model.keras"
+            self._note_once(
+                whole.name, f"{shown(whole)} is not written, model.weights.h5 is: {reason}"
+            )
 
     def draw_curves(self, history: Mapping[str, Sequence[Any]], title: str) -> None:
         """Replace `curves.png`."""
@@ -220,12 +258,14 @@ class RunFiles:
         """Turn an error into a note: training goes on, and so does whatever stopped it."""
         try:
             yield
+            self.missing.discard(name)
         except ModuleNotFoundError as error:
             self._note_once(name, f"{name} is skipped: {error.name} is not installed")
-        # Keras raises nearly anything for a model that it cannot save.
-        except Exception as error:  # noqa: BLE001
-            text = " ".join(str(error).split())[:300]
-            self._note_once(name, f"{self.path / name} is not written: {text}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends no training
+            self.missing.add(name)
+            self._note_once(
+                name, f"{shown(self.path / name)} is not written: {_one_line(str(error))}"
+            )
 
     def _note_once(self, name: str, text: str) -> None:
         if name not in self.noted:
