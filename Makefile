@@ -17,7 +17,7 @@ help:
 	@echo "make demo         train the built-in experiment on German credit data"
 	@echo "make setup        install what development needs"
 	@echo "make test         the tests"
-	@echo "make docs         only the tests that run the documentation and the examples"
+	@echo "make docs         only the tests that run the documentation"
 	@echo "make lint         ruff: rules and format"
 	@echo "make types        pyright"
 	@echo "make conformance  Keras's own tests on fitstep's trainer"
@@ -25,6 +25,9 @@ help:
 	@echo "make bench        the benchmarks"
 	@echo "make matrix       the tests on the newest Python, Keras, JAX, and on Keras's nightly build"
 	@echo "make clean        remove all that was built, the environments too"
+	@echo
+	@echo "PYTHON=python3.12   another interpreter, when .venv is created"
+	@echo 'ARGS="-k names -x"  more arguments for the command behind a target'
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/fitstep train credit $(ARGS)
@@ -35,7 +38,7 @@ test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 docs: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -k "docs or examples" $(ARGS)
+	$(BIN)/python -m pytest tests/docs $(ARGS)
 
 soak: $(VENV)/.ready-dev
 	FITSTEP_INTERRUPTS=1000 $(BIN)/python -m pytest tests/pains/test_p51_interrupts.py -k random_moments $(ARGS)
