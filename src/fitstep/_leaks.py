@@ -25,8 +25,8 @@ class Leaks:
     def __init__(self, model: Any):
         self._before: list[tuple[str, Any, dict[str, Any]]] = []
         classes: dict[type, None] = {}
-        for label, thing, attributes, _ in _objects.owned(model):
-            if hasattr(thing, "__dict__"):
+        for label, thing, attributes, *_ in _objects.owned(model):
+            if type(thing).__dictoffset__:
                 self._before.append((label, thing, attributes))
             classes |= dict.fromkeys(cls for cls in type(thing).__mro__ if not _is_foreign(cls))
         self._before += [(cls.__name__, cls, dict(vars(cls))) for cls in classes]
@@ -57,12 +57,12 @@ def _set_back(owner: Any, name: str, before: dict[str, Any]) -> None:
 
 def _is_foreign(cls: type) -> bool:
     """Whether a class is of Python, Keras, JAX or fitstep: not the user's own."""
-    package = cls.__module__.partition(".")[0]
+    package = str(cls.__module__).partition(".")[0]
     return package in {"builtins", "keras", "jax", "jaxlib", "numpy", "types", "fitstep"}
 
 
 def _holds_tracer(value: Any) -> bool:
-    return any(isinstance(item, Tracer) for item in _within(value))
+    return any(issubclass(type(item), Tracer) for item in _within(value))
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -78,18 +78,22 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
+    cls = type(value)  # `isinstance` asks the object, which may be a proxy of nothing
+    if issubclass(cls, dict):
         return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if issubclass(cls, list | tuple | set | frozenset | deque):
         return list(value)
-    if isinstance(value, functools.partial):
+    if issubclass(cls, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
+    if issubclass(cls, types.MethodType):
         return [value.__self__]
-    if isinstance(value, types.FunctionType):
+    if issubclass(cls, types.FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-    node = jax.tree_util.default_registry.flatten_one_level(value)
-    return [] if node is None else list(node[0])
+    try:
+        node = jax.tree_util.default_registry.flatten_one_level(value)
+        return [] if node is None else list(node[0])
+    except Exception:  # noqa: BLE001 - the user's own pytree, which is perhaps not filled yet
+        return []
 
 
 def _is_full(cell: types.CellType) -> bool:

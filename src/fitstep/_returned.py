@@ -14,7 +14,14 @@ from fitstep._errors import StateError
 from fitstep._state import NOTHING, PARTS, State, described
 
 
-def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = NOTHING) -> State:
+def merge(
+    before: State,
+    returned: Any,
+    method: str,
+    made: Mapping[int, str] = NOTHING,
+    *,
+    exchanges: bool = False,
+) -> State:
     """The state after a step, from whatever the step returned for it.
 
     Args:
@@ -24,6 +31,7 @@ def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = N
         method: the name of the step, for the error.
         made: id of an array -> name of the variable that it was computed for, where that is
             known; so two variables of one shape that were exchanged are found.
+        exchanges: let such pass.
 
     Raises:
         StateError: which part or variable is wrong, what was expected and what came back.
@@ -40,7 +48,8 @@ def merge(before: State, returned: Any, method: str, made: Mapping[int, str] = N
         slots = returned.slots
     else:
         received = _by_name(before, returned, method)
-        _check_exchanged(before, received, method, made)
+        if not exchanges:
+            _check_exchanged(before, received, method, made)
         slots = before.slots
     merged = {
         part: MappingProxyType(

@@ -24,14 +24,15 @@ _TREE_WORDS = ("pytree", "tree structure", "node type", "Expected tuple", "tuple
 
 def run(
     model: Any, mode: str, naming: Naming, state: State, arrays: Sequence[Any], batch: Any
-) -> tuple[Any, list[Any]]:
+) -> tuple[Any, list[Any], set[int]]:
     """One step.
 
     Args:
         arrays: one for each variable; `state` is made of them.
 
     Returns:
-        The logs as a flat dict (in prediction the outputs), and the new array of each variable.
+        The logs as a flat dict (in prediction the outputs), the new array of each variable, and
+        the places of those that were returned by their position, not by name or assignment.
 
     Raises:
         StateError: for a result that does not fit, named by part and variable.
@@ -80,7 +81,9 @@ def run(
         result = check_logs(result, method) if mode != "predict" else result
         if mode == "predict":
             new_state = _predicted_state(state, new_state)
-        after = merge(state, new_state, method, made)
+        # What Keras's own step returns is in its place; layers may exchange what they like.
+        own = not _trainer.is_stock(model, method)
+        after = merge(state, new_state, method, made, exchanges=not own)
         updates = [scope.get_current_value(variable) for variable in naming.variables]
     merged = _with_updates(naming, arrays, given, updates, after, method)
     if kept := leaks.take_away():
@@ -89,7 +92,9 @@ def run(
             f"step is compiled. Return it in the logs, keep it in a variable of the model, or use "
             f"a local name."
         )
-    return result, merged
+    assigned = {i for i, old in enumerate(given) if updates[i] is not old}
+    by_position = set() if isinstance(new_state, State) else set(range(len(merged))) - assigned
+    return result, merged, by_position
 
 
 def _check_contract(model: Any, method: str, state: State, batch: Any) -> None:

@@ -1,5 +1,11 @@
 """A change of the model's Python side between two runs takes effect; none costs a second trace."""
 
+import gc
+import queue
+import random
+import weakref
+
+import jax
 import keras
 import numpy as np
 import pytest
@@ -233,3 +239,86 @@ def test_a_change_below_a_layer_takes_effect(change, expected):
     assert (history["loss"][0], history["measured"][0], kernel) == pytest.approx(expected)
     assert fs.predict(model, X, verbose=0).dtype == model(X).dtype
     assert before == np.float32
+
+
+class Holder:
+    """An object that only holds things."""
+
+
+ODD = {
+    "a list that grows": lambda m: m.memory.items.append(1.0),
+    "a dict that grows": lambda m: m.memory.cache.__setitem__(len(m.memory.cache), 1.0),
+    "a queue": lambda m: m.memory.queue.put(1.0),
+    "a generator of numbers": lambda m: m.memory.random.random(),
+}
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
+def test_data_in_an_object_of_the_models_costs_no_trace(change):
+    """A replay memory, a cache or a queue is data, which no program has baked in."""
+    model = _model()
+    model.memory = Holder()
+    model.memory.items, model.memory.cache = [], {}
+    model.memory.queue, model.memory.random = queue.Queue(), random.Random(1)
+    fs.fit(model, X, Y, verbose=0)
+    model.traces = 0
+    for _ in range(3):
+        change(model)
+        fs.fit(model, X, Y, verbose=0)
+    assert model.traces == 0
+
+
+class Raising:
+    """An object that cannot be looked at."""
+
+    __slots__ = ("there",)
+
+    def __getattr__(self, name):
+        raise RuntimeError("not connected")
+
+
+@jax.tree_util.register_pytree_node_class
+class Unfilled:
+    """A pytree that raises until it is filled."""
+
+    def tree_flatten(self):
+        raise RuntimeError("not loaded")
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls()
+
+
+def test_objects_that_cannot_be_looked_at_are_left_alone():
+    """What raises when it is touched is no reason not to train."""
+    model = _model()
+    model.holder = Holder()  # Keras itself looks at what is set on a model
+    model.holder.raising = Raising()
+    model.unfilled, model.large = Unfilled(), list(range(100_000))
+    gone = Holder()
+    model.holder.proxy = weakref.proxy(gone)
+    del gone
+    fs.fit(model, X, Y, verbose=0)
+    model.traces = 0
+    fs.fit(model, X, Y, verbose=0)
+    assert model.traces == 0
+
+
+@pytest.mark.parametrize("where", ["model", "object"])
+def test_what_a_dict_of_the_models_holds_keeps_nothing_alive(where):
+    """Neither a key nor a text with attributes is held by what is remembered of the model."""
+
+    class Text(str):
+        __slots__ = ("owner",)
+
+    model = _model()
+    model.memory = Holder()
+    owner = model if where == "model" else model.memory
+    owner.by_thing = {model.fit: 1}
+    owner.text = Text("a")
+    owner.text.owner = model
+    fs.fit(model, X, Y, verbose=0)
+    reference = weakref.ref(model)
+    del model, owner
+    gc.collect()
+    assert reference() is None

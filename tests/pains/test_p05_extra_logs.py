@@ -514,3 +514,37 @@ def test_a_number_of_the_batch_alone_is_averaged_too(how):
     )
     logs = fs.evaluate(model, x, x[:, :1], batch_size=16, verbose=0, return_dict=True)
     assert logs == pytest.approx(dict.fromkeys("abcd", expected))
+
+
+def test_an_infinite_number_stays_what_it_is():
+    """A log that is the same in every batch is its own mean, also where arithmetic would lose it."""
+
+    class Clipping(keras.Sequential):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return {**logs, "clip": float("inf")}, state
+
+    model = Clipping([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    history = fs.fit(model, np.ones((50, 2)), np.ones((50, 1)), batch_size=16, verbose=0).history
+    assert history["clip"] == [float("inf")]
+
+
+def test_a_metric_may_give_a_constant_array():
+    """A vector that belongs to a metric's result is the metric's, and not averaged."""
+
+    class Curve(keras.metrics.Mean):
+        def update_state(self, y, y_pred, sample_weight=None):
+            super().update_state(y_pred)
+
+        def result(self):
+            return {"mean": super().result(), "thresholds": jnp.linspace(0.0, 1.0, 3)}
+
+    class Own(keras.Sequential):
+        def train_step(self, state, data):
+            return super().train_step(state, data)
+
+    model = Own([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Curve()])
+    history = fs.fit(model, np.ones((50, 2)), np.ones((50, 1)), batch_size=16, verbose=0).history
+    np.testing.assert_allclose(history["thresholds"][0], [0.0, 0.5, 1.0])

@@ -1,5 +1,7 @@
 """A step that returns a state that does not fit is refused by name, and the model is as before."""
 
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -447,6 +449,92 @@ def test_variables_that_mix_on_purpose_are_let_pass(rows):
     places = [names.index("dense_a/kernel"), names.index("dense_b/kernel")]
     model.change = mix
     fs.fit(model, x, y, verbose=0, batch_size=35)
+
+
+class Coupled(keras.Model):
+    """Two 2x2 buffers `a` and `b`, which `move` takes on in each step."""
+
+    def __init__(self, move, how="position"):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.a = self.add_weight(shape=(2, 2), initializer="ones", trainable=False, name="a")
+        self.b = self.add_weight(shape=(2, 2), initializer="zeros", trainable=False, name="b")
+        self.move, self.how = move, how
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        a, b = self.move(self.a.value, self.b.value)
+        logs, (t, n, o, m) = super().train_step(state, data)
+        if self.how == "assign":
+            self.a.assign(a)
+            self.b.assign(b)
+        elif self.how == "name":
+            return logs, state.replace(trainable=t, optimizer=o, metrics=m, non_trainable=[a, b])
+        return logs, (t, [a, b] if self.how == "position" else n, o, m)
+
+
+MATRIX = jnp.array([[0.5, 0.1], [0.2, 0.4]])
+COUPLED = {
+    "power iteration with momentum": lambda a, b: (b, MATRIX @ b - 0.25 * a),
+    "leapfrog": lambda a, b: (b, a + 0.1 * (MATRIX @ b)),
+    "mixed": lambda a, b: (0.5 * (MATRIX @ a) + 0.5 * b, 0.5 * (MATRIX @ b) + 0.5 * a),
+    "banks": lambda a, b: (0.5 * a.at[0].set(1.0) + 0.5 * b, 0.5 * b.at[0].set(2.0) + 0.5 * a),
+    "after a scan": lambda a, b: (
+        0.9 * jax.lax.fori_loop(0, 2, lambda i, v: 0.5 * v, a) + 0.1 * b,
+        0.9 * jax.lax.fori_loop(0, 2, lambda i, v: 0.5 * v, b) + 0.1 * a,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_variables_that_are_coupled_are_let_pass(rows, kind):
+    """Dynamics in which each value takes in the other's are no exchange; the numbers are right."""
+    x, y = rows
+    model = Coupled(COUPLED[kind])
+    model.compile("sgd", "mse")
+    fs.fit(model, x, y, batch_size=35, epochs=2, verbose=0)
+    a, b = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    for _ in range(4):
+        a, b = COUPLED[kind](a, b)
+    np.testing.assert_allclose(model.a.value, a, rtol=1e-5)
+    np.testing.assert_allclose(model.b.value, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["assign", "name"])
+def test_an_exchange_that_is_meant_has_a_way(rows, how):
+    """By assignment or by name each variable is spoken of, so nothing is in a wrong place."""
+    x, y = rows
+    model = Coupled(lambda a, b: (b + 1.0, a + 1.0), how)
+    model.compile("sgd", "mse")
+    fs.fit(model, x, y, batch_size=70, epochs=3, verbose=0)
+    np.testing.assert_array_equal(model.a.value, np.full((2, 2), 3.0))
+    np.testing.assert_array_equal(model.b.value, np.full((2, 2), 4.0))
+
+
+def test_a_layer_may_alternate_two_masks(rows):
+    """With Keras's own step nothing is returned in a wrong place, whatever a layer exchanges."""
+    x, y = rows
+
+    class Alternating(keras.layers.Layer):
+        def build(self, input_shape):
+            make = functools.partial(self.add_weight, shape=(5,), trainable=False)
+            self.a = make(initializer="ones", name="a")
+            self.b = make(initializer="zeros", name="b")
+
+        def call(self, inputs, training=False):
+            if training:
+                a, b = self.a.value, self.b.value
+                self.a.assign(b)
+                self.b.assign(a)
+            return inputs * self.a
+
+    model = keras.Sequential([keras.Input((5,)), Alternating(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fs.fit(model, x, y, batch_size=70, epochs=3, verbose=0)
+    np.testing.assert_array_equal(model.layers[0].a.value, np.zeros(5))
+    np.testing.assert_array_equal(model.layers[0].b.value, np.ones(5))
 
 
 def test_a_variable_in_the_place_of_its_value_is_refused(rows):

@@ -1,8 +1,10 @@
 """The Python objects that hang on a model: what a step may read, and where it may leave something."""
 
+import contextlib
+import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +32,12 @@ _LEAVES = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
-_FOREIGN = frozenset({"builtins", "jax", "jaxlib", "numpy", "pandas", "scipy", "optree", "fitstep"})
+_FOREIGN = sys.stdlib_module_names | {
+    "jax", "jaxlib", "numpy", "pandas", "scipy", "sklearn", "matplotlib", "optree", "fitstep"
+}  # fmt: skip
 _DEPTH = 3
-_NONE: Mapping[str, Any] = {}
+# A container with more than this is data, and so are more objects than these below one model.
+_MANY_ITEMS, _MANY_OBJECTS = 100, 1000
 _slots_of_classes: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -43,6 +48,7 @@ class Owned(NamedTuple):
     thing: Any
     attributes: dict[str, Any]
     is_keras: bool
+    is_root: bool
 
 
 def owned(model: Any) -> Iterator[Owned]:
@@ -52,15 +58,18 @@ def owned(model: Any) -> Iterator[Owned]:
     regularisers, schedules, seed generators, metrics.
     """
     seen: set[int] = set()
-    waiting = _roots(model)[::-1]
-    while waiting:
+    roots = _roots(model)
+    known = {id(thing) for _, thing in roots}
+    most = len(known) + _MANY_OBJECTS
+    waiting = roots[::-1]
+    while waiting and len(seen) < most:
         label, thing = waiting.pop()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        is_keras = type(thing).__module__.startswith("keras.")
+        is_keras = _module(thing).startswith("keras.")
         attributes = _attributes(thing)
-        yield Owned(label, thing, attributes, is_keras)
+        yield Owned(label, thing, attributes, is_keras, id(thing) in known)
         for name, value in attributes.items():
             if type(value) in _NUMBERS or (is_keras and name[0] == "_" and name not in OF_A_STEP):
                 continue
@@ -69,11 +78,13 @@ def owned(model: Any) -> Iterator[Owned]:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """All attributes of an object itself, those in slots included."""
-    own = dict(getattr(thing, "__dict__", _NONE))  # another thread may write to it meanwhile
-    slots = _slots(type(thing))
-    if not slots:
-        return own
-    return {name: getattr(thing, name) for name in slots if hasattr(thing, name)} | own
+    # Around `__getattr__`, which may do anything. A copy: another thread may write meanwhile.
+    has_dict = type(thing).__dictoffset__
+    own = dict(object.__getattribute__(thing, "__dict__")) if has_dict else {}
+    for name in _slots(type(thing)):
+        with contextlib.suppress(AttributeError):
+            own[name] = object.__getattribute__(thing, name)
+    return own
 
 
 def _roots(model: Any) -> list[tuple[str, Any]]:
@@ -94,17 +105,23 @@ def _roots(model: Any) -> list[tuple[str, Any]]:
 
 def _objects(value: Any, depth: int = _DEPTH) -> list[Any]:
     """The objects to be followed in an attribute, which may be a container."""
-    if type(value) in _NUMBERS or isinstance(value, _LEAVES):
+    cls = type(value)
+    if cls in _NUMBERS or issubclass(cls, _LEAVES):
         return []
-    if isinstance(value, list | tuple | set | frozenset):
-        return [thing for item in value for thing in _objects(item, depth - 1)] if depth else []
-    if isinstance(value, dict):
-        return _objects(list(value.values()), depth)
-    if isinstance(value, keras.Layer | keras.optimizers.Optimizer):
+    if issubclass(cls, list | tuple | set | frozenset | dict):
+        if not depth or len(value) > _MANY_ITEMS:
+            return []
+        items = list(value.values() if issubclass(cls, dict) else value)
+        return [thing for item in items for thing in _objects(item, depth - 1)]
+    if issubclass(cls, keras.Layer | keras.optimizers.Optimizer):
         return []  # a root, where it is the model's
-    if type(value).__module__.partition(".")[0] in _FOREIGN:
+    if _module(value).partition(".")[0] in _FOREIGN:
         return []
-    return [value] if hasattr(value, "__dict__") or _slots(type(value)) else []
+    return [value] if cls.__dictoffset__ or _slots(cls) else []
+
+
+def _module(thing: Any) -> str:
+    return str(type(thing).__module__)
 
 
 def _slots(cls: type) -> tuple[str, ...]:

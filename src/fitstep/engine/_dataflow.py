@@ -60,6 +60,7 @@ _ELEMENTWISE = frozenset(
         "tanh",
     ]
 )
+_SUMS = frozenset({"add", "add_any", "convert_element_type", "copy", "sub"})
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _NO_CALLS = frozenset({"cond", "scan", "while"})
 
@@ -73,16 +74,22 @@ class Dataflow:
     """
 
     def __init__(self, jaxpr: Any):
-        self._inputs = set(jaxpr.invars)
+        self.inputs = set(jaxpr.invars)
         self._sources: dict[Any, list[Any]] = {}
         self._elementwise: dict[Any, list[Any]] = {}
+        self._added: dict[Any, list[Any]] = {}
         # Results of calls are other names for variables of the bodies.
         self._aliases: dict[Any, Any] = {}
         self._add(jaxpr, {})
 
+    def is_input(self, variable: Any) -> bool:
+        """Whether an input comes out as it went in."""
+        original = self._original(variable)
+        return not _is_literal(original) and original in self.inputs
+
     def depends_only_on(self, variable: Any, ends: Iterable[Any]) -> bool:
         """Whether a variable is computed from nothing but `ends` and constants."""
-        return not self._inputs & self._origins(variable, ends)
+        return not self.inputs & self._origins(variable, ends)
 
     def depends_on(self, variable: Any, inputs: Iterable[Any]) -> bool:
         """Whether one of these inputs goes into a variable."""
@@ -94,7 +101,11 @@ class Dataflow:
         An update of a weight carries its old value on in this way; what goes through a product of
         matrices, a sum or a branch is no longer carried.
         """
-        return self._inputs & self._walk(variable, set(), self._elementwise)
+        return self.inputs & self._walk(variable, set(), self._elementwise)
+
+    def added_to(self, variable: Any) -> set[Any]:
+        """The inputs that a variable is the sum of, or the difference, with whatever else."""
+        return self.inputs & self._walk(variable, set(), self._added)
 
     def _origins(self, variable: Any, ends: Iterable[Any]) -> set[Any]:
         """Where one arrives by going back from a variable, without going beyond `ends`."""
@@ -130,9 +141,11 @@ class Dataflow:
                 for out in eqn.outvars:
                     self._sources[named(out)] = [named(v) for v in eqn.invars]
                     if eqn.primitive.name in _ELEMENTWISE:
-                        self._elementwise[named(out)] = [
-                            named(v) for v in eqn.invars if v.aval.shape == out.aval.shape
-                        ]
+                        alike = [named(v) for v in eqn.invars if v.aval.shape == out.aval.shape]
+                        self._elementwise[named(out)] = alike
+                        if eqn.primitive.name in _SUMS:
+                            subtracted = eqn.primitive.name == "sub"
+                            self._added[named(out)] = alike[:1] if subtracted else alike
                 continue
             # A body may be called twice, so its variables get names of this call.
             call = object()

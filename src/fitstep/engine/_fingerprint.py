@@ -15,9 +15,9 @@ from fitstep._keras import _objects, _trainer
 Fingerprint = dict[tuple[int, str], Any]
 
 _PLAIN = (int, float, bool, str, bytes, complex, range, type(None), np.generic)
-_EXACT = frozenset({bool, int, float, str, type(None)})  # the most of them, found soonest
+_MANY = 1000  # a container with more is only identified
 # A NumPy array up to this size is compared by its values, since it may be written to in place.
-_SMALL = 2**16
+_SMALL = 2**14
 # What a loop sets itself, or Keras makes for each layer alone; no step depends on it.
 _OF_THE_LOOP = frozenset(
     {
@@ -55,7 +55,8 @@ class Same:
         thing = self._reference()
         return isinstance(other, Same) and thing is not None and thing is other._reference()
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return id(self._reference())
 
 
 def fingerprint(model: Any) -> Fingerprint:
@@ -68,6 +69,7 @@ def fingerprint(model: Any) -> Fingerprint:
     classes: set[type] = set()
     for one in _objects.owned(model):
         owner, is_keras = id(one.thing), one.is_keras
+        part_of = _part if one.is_root or is_keras else _part_below
         classes.add(type(one.thing))
         found[owner, ""] = _same(one.thing)
         for name, value in one.attributes.items():
@@ -75,11 +77,9 @@ def fingerprint(model: Any) -> Fingerprint:
                 continue
             of_keras = name[0] == "_" and (is_keras or name in kept_by_keras)
             if not of_keras or name in _objects.OF_A_STEP:
-                found[owner, name] = (
-                    (value.__class__, value) if type(value) in _EXACT else _part(value)
-                )
+                found[owner, name] = part_of(value)
     for cls in {base for known in classes for base in known.__mro__}:
-        if not cls.__module__.startswith(_FOREIGN):
+        if not str(cls.__module__).startswith(_FOREIGN):
             for name, value in vars(cls).items():
                 if not name.startswith(("__", "_abc_")):
                     found[id(cls), name] = _part(value)
@@ -88,27 +88,37 @@ def fingerprint(model: Any) -> Fingerprint:
 
 def _part(value: Any, depth: int = 3) -> Any:
     """A value to be compared later: by value, by its parts, or by identity."""
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, list | tuple) and depth:
-        return tuple([_part(item, depth - 1) for item in value])
-    if isinstance(value, dict) and depth:
-        return {key: _part(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value):
-        return (type(value), frozenset(value))
-    if isinstance(value, np.ndarray) and value.nbytes <= _SMALL and not value.dtype.hasobject:
-        return (value.shape, value.dtype.str, value.tobytes())
-    if isinstance(value, types.MethodType | staticmethod | classmethod):
+    cls = type(value)
+    if cls in _PLAIN or issubclass(cls, np.generic):
+        return (cls, value)
+    if issubclass(cls, list | tuple | dict | set | frozenset):
+        if not depth or len(value) > _MANY:
+            return (cls, id(value), len(value))
+        if issubclass(cls, dict):
+            pairs = list(value.items())  # at once: another thread may write to it
+            return {_part(key, 0): _part(item, depth - 1) for key, item in pairs}
+        parts = [_part(item, depth - 1) for item in list(value)]
+        return (cls, frozenset(parts)) if issubclass(cls, set | frozenset) else tuple(parts)
+    if issubclass(cls, np.ndarray) and value.nbytes <= _SMALL and not value.dtype.hasobject:
+        return (value.shape, value.dtype.str, hash(value.tobytes()))
+    if issubclass(cls, types.MethodType | staticmethod | classmethod):
         return _part(value.__func__)
-    if isinstance(value, property):
+    if issubclass(cls, property):
         return tuple([_part(each) for each in (value.fget, value.fset, value.fdel)])
     return _same(value)
+
+
+def _part_below(value: Any) -> Any:
+    """The same for an object below the layers: its containers are data, and only identified."""
+    if issubclass(type(value), list | tuple | dict | set | frozenset):
+        return (type(value), id(value))
+    return _part(value)
 
 
 def _same(thing: Any) -> Any:
     try:
         return Same(thing)
-    except TypeError:  # no weak reference: the number tells it from one that takes its place
+    except (TypeError, ReferenceError):  # no weak reference: the number tells it from another
         return (type(thing), id(thing))
 
 

@@ -64,7 +64,8 @@ def updated_means(
     mean, total = means
     total = total + rows
     new = jnp.stack([jnp.asarray(value, mean.dtype) for value in values])
-    return mean + (new - mean) * (rows / total), total
+    # What stays the same stays so, infinities too.
+    return mean + jnp.where(new == mean, 0.0, (new - mean) * (rows / total)), total
 
 
 def combined(

@@ -15,15 +15,16 @@ from keras import tree
 
 from fitstep._errors import StateError
 from fitstep._keras import _trainer
-from fitstep._returned import check_scalars
+from fitstep._returned import check_logs, check_scalars
 from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._dataflow import Dataflow
 from fitstep.engine._live import Live
 
-# `(model, mode, naming, state, arrays, batch) -> (logs or outputs, the new arrays)`, pure; `arrays`
-# has one for each variable, and `state` is made of them.
-Step = Callable[..., tuple[Any, list[Any]]]
+# `(model, mode, naming, state, arrays, batch) -> (logs or outputs, the new arrays, places)`, pure;
+# `arrays` has one for each variable, `state` is made of them, and the places are those of the
+# variables that the step returned by their position.
+Step = Callable[..., tuple[Any, list[Any], set[int]]]
 
 
 class Program:
@@ -71,7 +72,7 @@ def run_eagerly(step: Step, live: Live, arrays: list[Any], batch: Any) -> tuple[
     """One step op by op, on concrete values."""
     batch = jax.tree.map(jnp.asarray, batch)
     state = live.state(arrays)
-    result, new = step(live.model, live.mode, live.naming(), state, arrays[:-2], batch)
+    result, new, _ = step(live.model, live.mode, live.naming(), state, arrays[:-2], batch)
     seed, count = arrays[-2:]
     return result, [*new, seed, count + 1 if live.mode == "train" else count]
 
@@ -109,13 +110,15 @@ class Trace:
         self.kept = kept = [i for i in range(count) if i not in set(given_up)]
         written: list[int] = []
         log_names: list[str] = []
+        positional: set[int] = set()
 
         def function(given: Any, left: Any, means: Any, batch: Any) -> Any:
             inputs = _placed(count, (given_up, given), (kept, left))
             seed, steps = inputs[-2:]
             state = naming.state(inputs, steps, seed, dict(record.slots))
             batch = jax.tree.unflatten(structure, batch)
-            result, new = step(model, mode, naming, state, inputs[:-2], batch)
+            result, new, by_position = step(model, mode, naming, state, inputs[:-2], batch)
+            positional.update(by_position)
             new = [*new, seed, steps + 1 if mode == "train" else steps]
             # What is given up must come back; of the rest only what the step has changed.
             written[:] = [i for i in range(count) if i in given_up or new[i] is not inputs[i]]
@@ -127,6 +130,7 @@ class Trace:
         # What JAX says of an error in the trace names the function.
         function.__name__ = function.__qualname__ = METHODS[mode]
         self.function, self.written, self.log_names = function, written, log_names
+        self._positional = positional
         self.donated = (0, 2) if donate else ()
         self.inputs = (
             tuple(arrays[i] for i in given_up),
@@ -156,8 +160,9 @@ class Trace:
         extras = tuple(
             name
             for name, log in zip(self.log_names, logs, strict=True)
-            # What depends on nothing at all, such as the rows of the batch, is none either.
-            if not flow.depends_only_on(log, metrics) or flow.depends_only_on(log, ())
+            # A number that depends on nothing at all, such as the rows of the batch, is none either.
+            if not flow.depends_only_on(log, metrics)
+            or (flow.depends_only_on(log, ()) and not self._is_in_a_result(name, log))
         )
         check_scalars(self.traced.out_info[1], extras, method)
         batch = jax.tree.unflatten(self.structure, jaxpr.invars[len(inputs) :])
@@ -170,28 +175,43 @@ class Trace:
             _warn_at(getattr(self.live.model, method), _IGNORED_WEIGHTS.format(method=method))
         return extras
 
+    def _is_in_a_result(self, name: str, log: Any) -> bool:
+        """Whether an array that depends on nothing is part of what a metric gives."""
+        if log.aval.shape == ():
+            return False
+        results = self.live.model.get_metrics_result()
+        return name in check_logs(results, METHODS[self.live.mode])
+
     def _check_exchanged(self, flow: Dataflow, new: dict[int, Any], inputs: dict[int, Any]) -> None:
         """Find variables that were updated and then returned in each other's places.
 
+        Two cases are certain enough: each new value carries on the other's old one, and has
+        nothing of its own; or each is the other's old value with something added to it.
+
         Raises:
-            StateError: names two whose new values carry on the old value of the other, and not
-                their own.
+            StateError: names the two.
         """
         kinds: dict[Any, list[int]] = {}
-        for i, output in new.items():
-            kinds.setdefault((output.aval.shape, output.aval.dtype), []).append(i)
+        for i in sorted(self._positional & new.keys()):
+            if not flow.is_input(new[i]):
+                kinds.setdefault((new[i].aval.shape, new[i].aval.dtype), []).append(i)
         for alike in kinds.values():
-            if len(alike) < 2:
-                continue
-            carried = {i: flow.carried_from(new[i]) for i in alike}
-            strange = [i for i in alike if carried[i] and inputs[i] not in carried[i]]
+            added = {i: flow.added_to(new[i]) for i in alike}
+            strange = [i for i in alike if inputs[i] not in added[i]]
+            carried = {i: flow.carried_from(new[i]) for i in strange}
             for i, j in itertools.combinations(strange, 2):
-                if inputs[j] in carried[i] and inputs[i] in carried[j]:
+                crossed = inputs[j] in carried[i] and inputs[i] in carried[j]
+                alone = not (
+                    flow.depends_on(new[i], [inputs[i]]) or flow.depends_on(new[j], [inputs[j]])
+                )
+                both_added = inputs[j] in added[i] and inputs[i] in added[j]
+                if crossed and (alone or both_added):
                     names = self.live.names()
                     raise StateError(
                         f"`{METHODS[self.live.mode]}`: the variables `{names[i]}` and `{names[j]}` "
                         f"were exchanged in the returned state: each carries on the old value of "
-                        f"the other. Expected: each in the place it came in."
+                        f"the other. Expected: each in the place it came in. If that is meant, "
+                        f"return a `fitstep.State`: `state.replace(...)` takes them by name."
                     )
 
 
