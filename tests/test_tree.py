@@ -18,6 +18,7 @@ ORDER = [
     "_leaks",
     "_step",
     "engine",
+    "_capture",
     "_fit",
     "_model",
     "_run",

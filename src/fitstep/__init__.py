@@ -16,7 +16,8 @@ from fitstep._errors import (
 )
 
 if TYPE_CHECKING:
-    from fitstep._fit import capture, evaluate, fit, predict, restore
+    from fitstep._capture import capture, restore
+    from fitstep._fit import evaluate, fit, predict
     from fitstep._model import Model, Sequential, Trainer
     from fitstep._run import Run
     from fitstep._state import State
@@ -51,11 +52,11 @@ _LAZY = {
     "Sequential": "_model",
     "State": "_state",
     "Trainer": "_model",
-    "capture": "_fit",
+    "capture": "_capture",
     "evaluate": "_fit",
     "fit": "_fit",
     "predict": "_fit",
-    "restore": "_fit",
+    "restore": "_capture",
 }
 
 

@@ -3,21 +3,16 @@
 The model is left as Keras's own methods leave it; nothing of fitstep is written to it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 from fitstep import _step
-from fitstep._backend import refuse_nnx
-from fitstep._errors import StateError
 from fitstep._keras import _data, _trainer
-from fitstep._state import State
 from fitstep.engine import _loop
-from fitstep.engine._live import Live, copies, record_of
-from fitstep.engine._signals import uninterrupted
+from fitstep.engine._live import alone, record_of
 
 
 def fit(
@@ -73,7 +68,7 @@ def fit(
         DataError: if the data is empty or holds no numbers.
         ValueError: as `keras.Model.fit` raises it.
     """
-    _check_model(model, "fit")
+    _trainer.check_model(model, "fit")
     _trainer.check_compiled(model, "fit")
     stride = _stride(model, steps_per_execution)
     _check_numbers_of_fit(epochs, validation_split)
@@ -145,7 +140,7 @@ def evaluate(
     Raises:
         StateError, DataError, ValueError: as `fit` does.
     """
-    _check_model(model, "evaluate")
+    _trainer.check_model(model, "evaluate")
     _trainer.check_compiled(model, "evaluate")
     batches = _data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
     stride = _stride(model, steps_per_execution)
@@ -188,7 +183,7 @@ def predict(
     Raises:
         StateError, DataError, ValueError: as `fit` does.
     """
-    _check_model(model, "predict")
+    _trainer.check_model(model, "predict")
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
     _build_for_prediction(model, batches.first_batch)
     if batches.peeked:
@@ -209,7 +204,7 @@ def train_on_batch(
     return_dict: bool = False,
 ) -> Any:
     """One update on one batch, as `keras.Model.train_on_batch`."""
-    _check_model(model, "train_on_batch")
+    _trainer.check_model(model, "train_on_batch")
     _trainer.check_compiled(model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
@@ -226,14 +221,14 @@ def evaluate_on_batch(
     model: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
 ) -> Any:
     """Evaluate on one batch, as `keras.Model.test_on_batch`."""
-    _check_model(model, "test_on_batch")
+    _trainer.check_model(model, "test_on_batch")
     _trainer.check_compiled(model, "test_on_batch")
     return _one_batch(model, "test", _data.on_devices((x, y, sample_weight)), return_dict)
 
 
 def predict_on_batch(model: Any, x: Any) -> Any:
     """Predict on one batch, as `keras.Model.predict_on_batch`."""
-    _check_model(model, "predict_on_batch")
+    _trainer.check_model(model, "predict_on_batch")
     batch = _data.on_devices((x,))
     _build_for_prediction(model, lambda: batch)
     return _loop.on_batch(model, _step.run, "predict", batch)
@@ -247,81 +242,19 @@ def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
-def capture(model: Any) -> State:
-    """The state of a built model, by name: a copy that later training leaves alone.
-
-    Returns:
-        A `State` of arrays on the device.
-
-    Raises:
-        StateError: if the model is not built, or a variable has no value.
-    """
-    _check_model(model, "capture")
-    if not (model.built or model.variables):
-        raise StateError(
-            f"`fitstep.capture`: the model `{model.name}` is not built, so it has no variables "
-            f"yet. Call it on some data, or fit it, first."
-        )
-    with _alone(model):
-        _trainer.build_optimizer(model)
-        _trainer.build_optimizer_without_call(model)
-        live = Live(model, "train")
-        live.relist()
-        return live.state(copies(live.read()))
-
-
-def restore(model: Any, state: State) -> None:
-    """Put a captured state into a model that has the same variables, whatever Keras calls them.
-
-    Nothing is written unless all fits. Metrics that have no variables yet, here or when the state
-    was captured, start anew.
-
-    Raises:
-        StateError: every name that is missing, unknown, or of another shape or dtype.
-    """
-    _check_model(model, "restore")
-    if not isinstance(state, State):
-        raise TypeError(
-            f"`fitstep.restore` takes a state that `fitstep.capture` returned. "
-            f"Received: {state!r:.80} of type {type(state).__name__}."
-        )
-    with _alone(model):
-        _trainer.build_optimizer(model)
-        _trainer.build_optimizer_without_call(model)
-        live = Live(model, "train")
-        live.relist()
-        live.restore(state)
-
-
 def _build(model: Any, first_batch: Callable[[], Any]) -> None:
     # The batch is drawn before: the user's source may take long, or use the model itself.
     batch = first_batch() if _trainer.needs_batch(model) else None
     if batch is not None or _trainer.needs_slots(model):
-        with _alone(model):
+        with alone(model):
             _trainer.build(model, batch)
 
 
 def _build_for_prediction(model: Any, first_batch: Callable[[], Any]) -> None:
     if _trainer.needs_batch(model, for_prediction=True):
         batch = first_batch()
-        with _alone(model):
+        with alone(model):
             _trainer.build_for_prediction(model, batch)
-
-
-@contextmanager
-def _alone(model: Any) -> Iterator[None]:
-    """While a model is built or written to, no signal and no other thread's step comes between."""
-    with record_of(model).lock, uninterrupted():
-        yield
-
-
-def _check_model(model: Any, function: str) -> None:
-    if not isinstance(model, _trainer.StockTrainer):
-        raise TypeError(
-            f"`fitstep.{function}` takes a `keras.Model` as its first argument. "
-            f"Received: {model!r:.80} of type {type(model).__name__}."
-        )
-    refuse_nnx()
 
 
 def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:

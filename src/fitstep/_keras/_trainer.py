@@ -10,6 +10,7 @@ import keras
 from keras.src.backend.config import max_epochs
 from keras.src.utils.python_utils import pythonify_logs
 
+from fitstep._backend import refuse_nnx
 from fitstep._errors import OptimizerError, StateError
 
 
@@ -147,6 +148,16 @@ def _built_without_call(model: Any) -> bool:
         )
     model.built = True
     return True
+
+
+def check_model(model: Any, function: str) -> None:
+    """Raise for what is no Keras model, or in a mode of Keras that is not supported."""
+    if not isinstance(model, StockTrainer):
+        raise TypeError(
+            f"`fitstep.{function}` takes a `keras.Model` as its first argument. "
+            f"Received: {model!r:.80} of type {type(model).__name__}."
+        )
+    refuse_nnx()
 
 
 def check_compiled(model: Any, method: str) -> None:

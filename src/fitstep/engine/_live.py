@@ -9,7 +9,8 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from fitstep._errors import StateError
 from fitstep._keras import _data, _names, _trainer, _values
 from fitstep._keras._values import Cell
 from fitstep._state import ITERATED, PARTS, Layout, Naming, State
+from fitstep.engine._signals import uninterrupted
 
 
 class Record:
@@ -63,6 +65,13 @@ def record_of(model: Any) -> Record:
             forget = functools.partial(_records.pop, id(model))
             entry = _records[id(model)] = (weakref.ref(model, forget), Record())
         return entry[1]
+
+
+@contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """While a model is built or written to, no signal and no other thread's step comes between."""
+    with record_of(model).lock, uninterrupted():
+        yield
 
 
 class Wiring(NamedTuple):
