@@ -143,3 +143,29 @@ def test_a_thread_that_reads_numbers_while_another_traces_is_told_so(rows):
     model.fit(x, y, batch_size=70, verbose=0)
     assert len(errors) == 1
     assert "kernel` was turned into numbers while another thread traces" in errors[0]
+
+
+@pytest.mark.usefixtures("_busy_threads")
+def test_evaluations_beside_a_fit_leave_its_weights_right(rows):
+    """The two share their metrics, so no number of these is promised, but each update is."""
+    x, y = rows
+    options = {"batch_size": 5, "epochs": 10, "shuffle": False, "verbose": 0}
+    model = counting_mlp()
+    twin = twin_of(model, counting_mlp)
+    fs.fit(twin, x, y, **options)
+    done = threading.Event()
+
+    def evaluate():
+        while not done.is_set():
+            fs.evaluate(model, x, y, batch_size=5, verbose=0)
+            fs.capture(model)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        evaluating = pool.submit(evaluate)
+        try:
+            fs.fit(model, x, y, **options)
+        finally:
+            done.set()
+        evaluating.result()
+    assert count_of(model) == 10 * 14
+    assert_same(values_of(model), values_of(twin))

@@ -203,7 +203,8 @@ class Live:
         given_up = set(self.given_up())
         seen: set[int] = set()
         for i, (variable, array) in enumerate(zip(self.wiring.variables, arrays, strict=True)):
-            if i in metrics and self.last[i] is not None:
+            # Another thread's evaluation uses the same metrics, and may have given them up.
+            if i in metrics and not _is_gone(self.last[i]):
                 array = self.last[i]
             if array is not self.last[i]:
                 array = self._fit_for_program(i, variable, array)
@@ -255,8 +256,9 @@ class Live:
 
     def write_back(self) -> None:
         """Let the metrics read what the steps made of them, whatever was written meanwhile."""
-        if self.changed_metrics():
-            self.read()
+        with self.record.lock:  # it writes all variables, which another thread's step may give up
+            if self.changed_metrics():
+                self.read()
 
     def end_epoch(self) -> None:
         """Put the epoch's own metrics in place for the last time; a validation may have them."""

@@ -231,7 +231,8 @@ def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
     averages = runner.means.result()
     if averages:
         return {**step_logs, **averages}
-    return _trainer.results_or_logs(runner.live.model, step_logs)
+    with runner.live.record.lock:  # the next step of another thread may give the metrics up
+        return _trainer.results_or_logs(runner.live.model, step_logs)
 
 
 def _call(runner: Runner, hook: Callable[..., None], *args: Any) -> None:
