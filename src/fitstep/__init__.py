@@ -17,7 +17,7 @@ from fitstep._errors import (
 
 if TYPE_CHECKING:
     from fitstep._capture import capture, restore
-    from fitstep._fit import evaluate, fit, predict
+    from fitstep._fit import evaluate, fit, predict, steps
     from fitstep._model import Model, Sequential, Trainer
     from fitstep._run import Run
     from fitstep._state import State
@@ -43,6 +43,7 @@ __all__ = [
     "fit",
     "predict",
     "restore",
+    "steps",
 ]
 
 # What needs Keras is imported when it is first asked for.
@@ -57,6 +58,7 @@ _LAZY = {
     "fit": "_fit",
     "predict": "_fit",
     "restore": "_capture",
+    "steps": "_fit",
 }
 
 

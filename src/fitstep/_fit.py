@@ -3,7 +3,8 @@
 The model is left as Keras's own methods leave it; nothing of fitstep is written to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import numpy as np
 from fitstep import _step
 from fitstep._keras import _data, _trainer
 from fitstep.engine import _loop
+from fitstep.engine._feed import Epochs, Rounds
 from fitstep.engine._live import alone, record_of
 
 
@@ -34,6 +36,8 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
+    validate_every: int | None = None,
+    max_steps: int | None = None,
     steps_per_execution: int | None = None,
     donate: bool = True,
     snapshot: bool = True,
@@ -53,8 +57,14 @@ def fit(
             `(x, y, sample_weight)`: a `PyDataset`, a generator, a dataset of Grain, torch, tf.data.
         batch_size: the rows of a step, 32 if None. Only for arrays.
         epochs, initial_epoch, steps_per_epoch: as in Keras. None takes all the batches there are.
+        validate_every: the steps of a round, which takes the place of an epoch for metrics,
+            history, callbacks and validation. Rounds go on over the ends of passes, and `epochs`
+            still counts the passes; the last round may be short.
+        max_steps: the steps after which training ends, if `epochs` do not end it before. An epoch
+            or round that it cuts short still ends with its validation.
         steps_per_execution: the steps between two calls of the callbacks' batch hooks. None
-            takes what the model was compiled with.
+            takes what the model was compiled with. How many steps share an execution is the
+            engine's choice, see `fitstep.explain`.
         donate: update the weights in place. False keeps the state before every step, so nothing
             is taken back when a step fails; about 30 % slower on a CPU, with twice the memory.
         snapshot: keep the state of each epoch's start, to go back to when a step fails while it
@@ -72,12 +82,13 @@ def fit(
     _trainer.check_compiled(model, "fit")
     stride = _stride(model, steps_per_execution)
     _check_numbers_of_fit(epochs, validation_split)
+    _check_rounds(validate_every, max_steps, steps_per_epoch, validation_freq, initial_epoch)
     epochs = _trainer.limited_epochs(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = _data.split(
             (x, y, sample_weight), validation_split
         )
-    batches = _data.batches(
+    source = _data.source(
         x,
         y,
         sample_weight,
@@ -87,28 +98,34 @@ def fit(
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    _build(model, batches.first_batch)
-    batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
-    validate = _validation(
-        model,
-        validation_data,
-        callbacks,
-        batch_size=validation_batch_size or batch_size,
-        steps=validation_steps,
-        frequency=validation_freq,
-        stride=stride,
-    )
+    if validate_every is None:
+        feed = Epochs(source, epochs=epochs, steps=_data.limited_steps(steps_per_epoch))
+    else:
+        feed = Rounds(source, passes=epochs, steps=validate_every, most=max_steps)
+    with _closed_after_failure(feed):
+        _build(model, feed.first_batch)
+        feed.restart()
+        callbacks = _callback_list(model, callbacks, verbose, feed, add_history=True)
+        validate = _validation(
+            model,
+            validation_data,
+            callbacks,
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+            frequency=validation_freq,
+            stride=stride,
+        )
     run = _loop.Run(
         model=model,
         step=_step.run,
-        batches=batches,
+        feed=feed,
         callbacks=callbacks,
         stride=stride,
+        max_steps=max_steps,
         donate=donate,
         snapshot=snapshot,
     )
-    _loop.train(run, epochs=epochs, initial_epoch=initial_epoch, validate=validate)
+    _loop.train(run, initial_epoch=initial_epoch, validate=validate)
     return model.history
 
 
@@ -142,21 +159,29 @@ def evaluate(
     """
     _trainer.check_model(model, "evaluate")
     _trainer.check_compiled(model, "evaluate")
-    batches = _data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
+    feed = x if isinstance(x, Epochs) else _one_epoch(x, y, sample_weight, batch_size, steps)
     stride = _stride(model, steps_per_execution)
-    logs = _evaluate_batches(model, batches, verbose=verbose, callbacks=callbacks, stride=stride)
+    logs = _evaluate_feed(model, feed, verbose=verbose, callbacks=callbacks, stride=stride)
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
-def _evaluate_batches(
-    model: Any, batches: Any, *, verbose: Any, callbacks: Any, stride: int
+def _one_epoch(
+    x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+) -> Epochs:
+    source = _data.source(x, y, sample_weight, batch_size=batch_size, steps=steps)
+    return Epochs(source, steps=_data.limited_steps(steps))
+
+
+def _evaluate_feed(
+    model: Any, feed: Epochs, *, verbose: Any, callbacks: Any, stride: int
 ) -> dict[str, Any]:
-    """Evaluate on an iterator that is there already; returns the logs."""
-    _build(model, batches.first_batch)
-    batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
+    """Evaluate on batches that are there already; returns the logs."""
+    with _closed_after_failure(feed):
+        _build(model, feed.first_batch)
+        feed.restart()
+        callbacks = _callback_list(model, callbacks, verbose, feed)
     return _loop.test(
-        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
+        _loop.Run(model=model, step=_step.run, feed=feed, callbacks=callbacks, stride=stride)
     )
 
 
@@ -184,14 +209,87 @@ def predict(
         StateError, DataError, ValueError: as `fit` does.
     """
     _trainer.check_model(model, "predict")
-    batches = _data.batches(x, batch_size=batch_size, steps=steps)
-    _build_for_prediction(model, batches.first_batch)
-    if batches.peeked:
-        batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     stride = _stride(model, steps_per_execution)
+    feed = _one_epoch(x, None, None, batch_size, steps)
+    with _closed_after_failure(feed):
+        if _build_for_prediction(model, feed.first_batch):
+            feed.restart()
+        callbacks = _callback_list(model, callbacks, verbose, feed)
     return _loop.predict(
-        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
+        _loop.Run(model=model, step=_step.run, feed=feed, callbacks=callbacks, stride=stride)
+    )
+
+
+def steps(
+    model: Any,
+    data: Any,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    max_steps: int | None = None,
+    donate: bool = True,
+    snapshot: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Train step by step in a loop of your own.
+
+    Each `next` draws one batch and makes one step, by the program that `fit` would run one step
+    at a time with. Between two steps the model is live: reading it, assigning to it, evaluating
+    it or saving it are all fine. Metrics start anew with each epoch.
+
+    Args:
+        model: a compiled `keras.Model`.
+        data: arrays as a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or a source of
+            batches as `fit` takes it. A generator or another iterator is asked for a batch only
+            when a step needs one, so a batch may depend on the steps before it.
+        epochs, batch_size, steps_per_epoch, shuffle, class_weight, max_steps, donate, snapshot:
+            as in `fit`.
+
+    Yields:
+        The logs of the step, name -> scalar `jax.Array`, which may still be being computed. They
+        are those of the model's `train_step`: with the default one, running means of the epoch.
+
+    Raises:
+        StateError, DataError, ValueError: as `fit` does.
+
+    Example:
+        >>> for logs in fitstep.steps(model, (x, y), batch_size=32, epochs=2):
+        ...     if float(logs["loss"]) < 0.01:
+        ...         break
+    """
+    _trainer.check_model(model, "steps")
+    _trainer.check_compiled(model, "steps")
+    _check_numbers_of_fit(epochs, 0)
+    _check_rounds(None, max_steps, None, 1, 0)
+    x, y, sample_weight = data, None, None
+    if isinstance(data, tuple):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    source = _data.source(
+        x,
+        y,
+        sample_weight,
+        batch_size=batch_size,
+        steps=steps_per_epoch,
+        shuffle=shuffle and isinstance(data, tuple | keras.utils.PyDataset),
+        class_weight=class_weight,
+        rng=lambda: _shuffler(model),
+    )
+    feed = Epochs(source, epochs=epochs, steps=_data.limited_steps(steps_per_epoch))
+    with _closed_after_failure(feed):
+        _build(model, feed.first_batch)
+        feed.restart()
+    return _loop.steps(
+        _loop.Run(
+            model=model,
+            step=_step.run,
+            feed=feed,
+            callbacks=None,
+            max_steps=max_steps,
+            donate=donate,
+            snapshot=snapshot,
+        )
     )
 
 
@@ -213,7 +311,7 @@ def train_on_batch(
                 f"Received: sample_weight={sample_weight}, class_weight={class_weight}"
             )
         sample_weight = _data.class_weights_as_sample_weights(y, class_weight)
-    batch = _data.on_devices((x, y, sample_weight))
+    batch = _data.own((x, y, sample_weight))
     return _one_batch(model, "train", batch, return_dict)
 
 
@@ -223,13 +321,13 @@ def evaluate_on_batch(
     """Evaluate on one batch, as `keras.Model.test_on_batch`."""
     _trainer.check_model(model, "test_on_batch")
     _trainer.check_compiled(model, "test_on_batch")
-    return _one_batch(model, "test", _data.on_devices((x, y, sample_weight)), return_dict)
+    return _one_batch(model, "test", _data.own((x, y, sample_weight)), return_dict)
 
 
 def predict_on_batch(model: Any, x: Any) -> Any:
     """Predict on one batch, as `keras.Model.predict_on_batch`."""
     _trainer.check_model(model, "predict_on_batch")
-    batch = _data.on_devices((x,))
+    batch = _data.own((x,))
     _build_for_prediction(model, lambda: batch)
     return _loop.on_batch(model, _step.run, "predict", batch)
 
@@ -242,6 +340,16 @@ def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     return logs if return_dict else _trainer.as_list(model, logs)
 
 
+@contextmanager
+def _closed_after_failure(feed: Epochs | Rounds) -> Iterator[None]:
+    """Until the loop has taken the feed over, a failure must not leave its workers behind."""
+    try:
+        yield
+    except BaseException:
+        feed.close()
+        raise
+
+
 def _build(model: Any, first_batch: Callable[[], Any]) -> None:
     # The batch is drawn before: the user's source may take long, or use the model itself.
     batch = first_batch() if _trainer.needs_batch(model) else None
@@ -250,11 +358,14 @@ def _build(model: Any, first_batch: Callable[[], Any]) -> None:
             _trainer.build(model, batch)
 
 
-def _build_for_prediction(model: Any, first_batch: Callable[[], Any]) -> None:
-    if _trainer.needs_batch(model, for_prediction=True):
-        batch = first_batch()
-        with alone(model):
-            _trainer.build_for_prediction(model, batch)
+def _build_for_prediction(model: Any, first_batch: Callable[[], Any]) -> bool:
+    """Build what prediction needs; returns whether a batch had to be looked at."""
+    if not _trainer.needs_batch(model, for_prediction=True):
+        return False
+    batch = first_batch()
+    with alone(model):
+        _trainer.build_for_prediction(model, batch)
+    return True
 
 
 def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:
@@ -265,6 +376,26 @@ def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:
             f"`validation_split` must be a share of the rows, >= 0 and < 1. "
             f"Received: {validation_split!r}."
         )
+
+
+def _check_rounds(
+    validate_every: Any, max_steps: Any, steps_per_epoch: Any, validation_freq: Any, initial: Any
+) -> None:
+    for name, count in (("validate_every", validate_every), ("max_steps", max_steps)):
+        if count is not None and (not isinstance(count, int | np.integer) or count < 1):
+            raise ValueError(f"`{name}` must be an integer >= 1. Received: {count!r}.")
+    if validate_every is None:
+        return
+    for name, value, default, instead in (
+        ("validation_freq", validation_freq, 1, "Each round ends with a validation."),
+        ("steps_per_epoch", steps_per_epoch, None, "Limit the run with `max_steps`."),
+        ("initial_epoch", initial, 0, "It counts epochs, and with rounds there are none."),
+    ):
+        if value != default:
+            raise ValueError(
+                f"`validate_every` and `{name}` can't be combined. {instead} "
+                f"Received: validate_every={validate_every}, {name}={value!r}."
+            )
 
 
 def _stride(model: Any, steps_per_execution: int | None) -> int:
@@ -286,9 +417,8 @@ def _callback_list(
     model: Any,
     callbacks: Any,
     verbose: Any,
-    batches: Any,
+    feed: Epochs | Rounds,
     *,
-    epochs: int,
     add_history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -304,8 +434,8 @@ def _callback_list(
         add_history=add_history,
         add_progbar=verbose != 0,
         verbose=verbose,
-        epochs=epochs,
-        steps=batches.num_batches,
+        epochs=feed.epochs,
+        steps=feed.steps,
         model=model,
     )
 
@@ -330,11 +460,9 @@ def _validation(
         if not _trainer.is_validation_epoch(model, epoch, frequency):
             return None
         if not cached:
-            cached.append(_data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps))
+            cached.append(_one_epoch(x, y, sample_weight, batch_size, steps))
         if _trainer.is_stock(model, "evaluate"):
-            return _evaluate_batches(
-                model, cached[0], verbose=0, callbacks=callbacks, stride=stride
-            )
+            return _evaluate_feed(model, cached[0], verbose=0, callbacks=callbacks, stride=stride)
         arguments: dict[str, Any] = {"batch_size": batch_size, "steps": steps}
         arguments |= {"x": x, "y": y, "sample_weight": sample_weight, "callbacks": callbacks}
         if not _trainer.has_engine(model):

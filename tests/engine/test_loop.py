@@ -54,11 +54,11 @@ class Stepper(keras.Model):
         super().reset_metrics()
 
 
-def _events(fit, **options):
+def _events(fit, rows=5, **options):
     events: list = []
     model = Stepper(events)
     model.compile("sgd", "mse", run_eagerly=True)
-    x = np.ones((5, 3), "float32")
+    x = np.ones((rows, 3), "float32")
     events.clear()
     fit(model, x, x[:, :1], callbacks=[Recorder(events)], verbose=0, **options)
     return events
@@ -102,7 +102,17 @@ def test_the_order_is_that_of_keras(steps_per_execution):
 
     x = np.ones((4, 3), "float32")
     options = {"batch_size": 1, "epochs": 2, "validation_data": (x, x[:, :1]), "validation_freq": 2}
-    assert _events(ours, **options) == _events(stock, **options)
+    assert _events(ours, rows=6, **options) == _events(stock, rows=6, **options)
+
+
+def test_a_stride_that_the_data_cuts_short_ends_with_its_last_step():
+    """Of 5 steps, two between the calls, the callbacks hear of the steps 1, 3 and 4, not 5."""
+    events = _events(fs.fit, batch_size=1, steps_per_execution=2)
+    assert [event for event in events if event[0] == "train_batch_end"] == [
+        ("train_batch_end", 1),
+        ("train_batch_end", 3),
+        ("train_batch_end", 4),
+    ]
 
 
 class ReadsLogs(keras.callbacks.Callback):
@@ -145,17 +155,17 @@ def test_callbacks_that_only_read_logs_get_all_of_them_in_order(verbose, capsys)
 
 def test_a_late_hook_lags_no_more_than_its_bound():
     """Logs that are never computed wait, the oldest is called when more than the bound do."""
-    called = []
-    hook = _callbacks.Hook(lambda step, logs: called.append((step, logs)), late=True)
+    callback = ReadsLogs()
+    hooks = _callbacks.BatchHooks(keras.callbacks.CallbackList([callback]), "train")
     computed = {"is": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_callbacks, "_is_computed", lambda values: computed["is"])
         for step in range(_callbacks.LAG + 3):
-            hook(step, step)
-        assert called == [(0, 0), (1, 1), (2, 2)]
+            hooks.end(step, {"loss": step})
+        assert [step for step, _, _ in callback.seen] == [0, 1, 2]
         computed["is"] = True
-        hook(99, 99)
-    assert [step for step, _ in called] == [*range(_callbacks.LAG + 3), 99]
+        hooks.end(99, {"loss": 99})
+    assert [step for step, _, _ in callback.seen] == [*range(_callbacks.LAG + 3), 99]
 
 
 def test_an_error_of_a_late_callback_ends_the_fit_and_keeps_the_model():

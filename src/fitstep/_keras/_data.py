@@ -6,7 +6,8 @@ yields is copied, and slices of the user's arrays are too.
 """
 
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
 from typing import Any
 
@@ -14,14 +15,17 @@ import jax
 import keras
 import numpy as np
 from keras import tree
-from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter,
     can_convert_arrays,
 )
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.array_slicing import (
+    NumpySliceable,
+    convert_to_sliceable,
+    train_validation_split,
+)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
@@ -83,16 +87,30 @@ class Arrays(ArrayDataAdapter):
 
     def _rows(self) -> Iterator[Any]:
         """The rows of each batch, as a slice or as indices."""
+        size, count, order = self._batch_size, self._num_samples, self.order()
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            yield rows if order is None else order[rows]
+
+    def order(self) -> np.ndarray | None:
+        """The rows of a pass in their order, anew for each; None if they stay as they are."""
         size, count = self._batch_size, self._num_samples
-        batches = [(start, min(start + size, count)) for start in range(0, count, size)]
         if self._rng is None:
-            yield from (slice(start, stop) for start, stop in batches)
-        elif self._shuffle == "batch":
-            for start, stop in batches:
-                yield self._rng.permutation(stop - start) + start
-        else:
-            order = self._rng.permutation(count)
-            yield from (order[start:stop] for start, stop in batches)
+            return None
+        if self._shuffle != "batch":
+            return self._rng.permutation(count)
+        starts = range(0, count, size)
+        return np.concatenate([self._rng.permutation(min(size, count - s)) + s for s in starts])
+
+    def is_dense(self) -> bool:
+        """Whether all arrays can be gathered row by row."""
+        return not any(
+            data_adapter_utils.is_scipy_sparse(leaf)
+            or data_adapter_utils.is_jax_sparse(leaf)
+            or data_adapter_utils.is_tensorflow_sparse(leaf)
+            or data_adapter_utils.is_tensorflow_ragged(leaf)
+            for leaf in tree.flatten(self._inputs)
+        )
 
 
 class Generated(DataAdapter):
@@ -164,6 +182,10 @@ class CopiedBatches(DataAdapter):
         for batch in self._adapter.get_jax_iterator():
             yield copied(batch)
 
+    def listens(self) -> bool:
+        """Whether the adapter does anything when an epoch ends."""
+        return type(self._adapter).on_epoch_end is not DataAdapter.on_epoch_end
+
     def on_epoch_begin(self) -> None:
         self._adapter.on_epoch_begin()
 
@@ -187,39 +209,110 @@ class CopiedBatches(DataAdapter):
         return self._adapter.partial_batch_size
 
 
-class Batches(JAXEpochIterator):
-    """Keras's iterator over one epoch after another, one batch a step."""
+class ArraySource:
+    """Arrays of equally many rows, which may be gathered in any order and number.
 
-    peeked = False
+    Attributes:
+        rows, batch_size, num_batches: of one pass; the last batch may have fewer rows.
+        ahead: whether batches may be drawn before they are needed.
+        once: whether there is only one pass.
+        listens: whether it is told of the ends of passes, and may shuffle then.
+        kinds: for the feed, what it knows of batches by their number of rows.
+    """
 
-    def _get_iterator(self) -> Iterator[Any]:
-        # On other devices Keras draws ahead, which a generator is not to notice.
-        prompt = jax.default_backend() == "cpu" or isinstance(self.data_adapter, Generated)
-        if keras.distribution.distribution() is None and prompt:
-            return self.data_adapter.get_jax_iterator()
-        return super()._get_iterator()
+    ahead = True
+    once = False
+    listens = False
 
-    def _interrupted_warning(self) -> None:
-        # A source of unknown length that starts anew has ended an epoch, not interrupted it.
-        if self.steps_per_epoch or isinstance(self.data_adapter, Generated):
-            super()._interrupted_warning()
+    def __init__(self, adapter: Arrays):
+        self.rows: int = adapter._num_samples
+        self.batch_size = min(adapter._batch_size, self.rows)
+        self.num_batches: int = adapter._size
+        self.kinds: dict[int, Any] = {}
+        self._adapter = adapter
+        sliceables = convert_to_sliceable(adapter._inputs, target_backend="jax")
+        self._columns, self._structure = jax.tree.flatten(sliceables)
 
-    def first_batch(self) -> Any:
-        """The first batch, for building the model; after a `reset` it is drawn again."""
-        self.peeked = True
-        if isinstance(self.data_adapter, Generated):
-            first = self.data_adapter.peek()
-            check_numbers(first)
-            return next(iter(data_adapter_utils.get_jax_iterator([first])))
-        for _, _, source in self:  # which tells the source that an epoch begins
-            for batch in source:
-                check_numbers(batch)
-                return batch
-            break
-        raise DataError("The data has no batch: `x` is empty. Give at least one row.")
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def end(self) -> None:
+        """A pass ends."""
+
+    def order(self) -> np.ndarray | None:
+        """The rows of a pass in their order, anew for each; None if they stay as they are."""
+        return self._adapter.order()
+
+    def first(self, rows: int) -> tuple[list[np.ndarray], Any]:
+        """The first rows, flattened."""
+        leaves = [column.convert_to_jax_compatible(column[:rows]) for column in self._columns]
+        return leaves, self._structure
+
+    def gathered(
+        self, rows: Any, count: int, room: int, empty: Callable[..., np.ndarray]
+    ) -> list[np.ndarray]:
+        """Rows, a slice or indices, in new memory, with room for more behind them.
+
+        Args:
+            count: the number of rows.
+            empty: makes an array of a shape and dtype.
+        """
+        gathered = []
+        for column in self._columns:
+            if isinstance(column, NumpySliceable):
+                array = column.array
+                leaf = empty((count + room, *array.shape[1:]), _canonical(array.dtype))
+                if isinstance(rows, slice):
+                    leaf[:count] = array[rows]
+                elif leaf.dtype == array.dtype:  # "clip" is not slowed down by a check
+                    np.take(array, rows, axis=0, out=leaf[:count], mode="clip")
+                else:
+                    leaf[:count] = array[rows]
+            else:
+                part = column.convert_to_jax_compatible(column[rows])
+                leaf = empty((count + room, *part.shape[1:]), _canonical(part.dtype))
+                leaf[:count] = part
+            gathered.append(leaf)
+        return gathered
 
 
-def batches(
+class BatchSource:
+    """A source that yields batches one by one, through one of Keras's adapters.
+
+    Attributes:
+        num_batches: of one pass, if that is known.
+        ahead, once, listens: as of an `ArraySource`.
+        checked: for the feed, the kinds of batches that were looked at.
+    """
+
+    def __init__(self, adapter: DataAdapter, *, ahead: bool):
+        self.ahead = ahead
+        self.once = isinstance(adapter, Generated)
+        self.listens = isinstance(adapter, CopiedBatches) and adapter.listens()
+        self.checked: set[Any] = set()
+        self._adapter = adapter
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._adapter.num_batches
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._adapter.on_epoch_begin()
+
+    def end(self) -> None:
+        """A pass ends."""
+        self._adapter.on_epoch_end()
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of one pass."""
+        return iter(self._adapter.get_jax_iterator())
+
+
+Source = ArraySource | BatchSource
+
+
+def source(
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -229,23 +322,22 @@ def batches(
     shuffle: Any = False,
     class_weight: Any = None,
     rng: Callable[[], np.random.Generator] | None = None,
-) -> Batches:
-    """An iterator over the batches of any source that `keras.Model.fit` takes.
+) -> Source:
+    """The batches of anything that `keras.Model.fit` takes.
 
     Args:
+        steps: the batches of an epoch, from which Keras takes the size of a batch if none is given.
         rng: makes the generator that shuffles arrays; asked for only where `shuffle` is true.
 
     Raises:
         DataError: for arrays without rows, or with text and the like where numbers belong.
     """
-    if isinstance(x, Batches):
-        return x
     for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
         if count is not None and count < (1 if name == "batch_size" else 0):
             raise ValueError(f"{name} must be >= 1. Received: {count}.")
     if isinstance(x, DataAdapter):
-        adapter = CopiedBatches(x)
-    elif can_convert_arrays((x, y, sample_weight)):
+        return BatchSource(CopiedBatches(x), ahead=False)
+    if can_convert_arrays((x, y, sample_weight)):
         shapes = [array.shape for array in tree.flatten((x, y)) if array is not None]
         if () in shapes:
             raise DataError("`x` and `y` must have rows. Received: an array without dimensions.")
@@ -264,30 +356,75 @@ def batches(
             shuffle=shuffle,
             rng=rng() if shuffle and rng else None,
         )
-    else:
-        is_generator = isinstance(x, types.GeneratorType)
-        # Keras checks the other arguments, but would draw two batches of a generator at once.
-        adapter = data_adapters.get_data_adapter(
-            x=(batch for batch in [(np.zeros(1),)]) if is_generator else x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
-        adapter = Generated(x) if is_generator else CopiedBatches(adapter)
-    return Batches(adapter, steps_per_epoch=steps, shuffle=False)
+        # Rows of sparse arrays can't be stacked.
+        return ArraySource(adapter) if adapter.is_dense() else BatchSource(adapter, ahead=True)
+    is_generator = isinstance(x, types.GeneratorType)
+    # Keras checks the other arguments, but would draw two batches of a generator at once.
+    adapter = data_adapters.get_data_adapter(
+        x=(batch for batch in [(np.zeros(1),)]) if is_generator else x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    if is_generator:
+        return BatchSource(Generated(x), ahead=False)
+    return BatchSource(CopiedBatches(adapter), ahead=isinstance(x, keras.utils.PyDataset))
 
 
-def on_devices(batch: Any) -> Any:
-    """One batch of the user's, in memory of its own, distributed as Keras distributes it."""
-    batch = tree.map_structure(_as_array, batch)
-    if keras.distribution.distribution() is None:
-        return batch
-    from keras.src.backend.jax.trainer import _distribute_data
+def limited_steps(steps: int | None) -> int | None:
+    """The steps of an epoch, or the lower limit that Keras takes from its environment."""
+    limit = keras.config.max_steps_per_epoch()
+    if limit and (not steps or limit < steps):
+        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=4)
+        return limit
+    return steps
 
-    return _distribute_data(batch)
+
+def placed(leaves: Sequence[Any], *, stacked: bool = False) -> Sequence[Any]:
+    """The arrays of a batch, or of a stack of batches, where the devices want them.
+
+    Rows are divided among the devices of Keras's distribution; a batch that they do not divide is
+    given to each of them whole.
+    """
+    if keras.distribution.distribution() is not None:
+        return [
+            jax.device_put(leaf, sharding(leaf.shape[1:], stacked=True))
+            if stacked
+            else jax.device_put(leaf, sharding(leaf.shape))
+            for leaf in leaves
+        ]
+    if jax.default_backend() == "cpu":
+        return leaves
+    return jax.device_put(list(leaves))
+
+
+def sharding(shape: tuple[int, ...], *, stacked: bool = False) -> Any:
+    """How an array of a batch lies on the devices of Keras's distribution; None without one."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return None
+    probe = distribution.get_data_layout(shape or (1,)).backend_layout
+    spec = probe.spec
+    try:
+        probe.shard_shape(shape)
+    except ValueError:
+        spec = jax.sharding.PartitionSpec()
+    if not shape:
+        spec = jax.sharding.PartitionSpec()
+    spec = jax.sharding.PartitionSpec(None, *spec) if stacked else spec
+    return jax.sharding.NamedSharding(probe.mesh, spec)
+
+
+def _canonical(dtype: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def own(batch: Any) -> Any:
+    """One batch of the user's, in memory of its own."""
+    return tree.map_structure(_as_array, batch)
 
 
 def _as_array(leaf: Any) -> Any:

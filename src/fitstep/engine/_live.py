@@ -247,12 +247,12 @@ class Live:
         arrays = _values.read([self.wiring.variables[i] for i in places])
         return any(array is not self.last[i] for array, i in zip(arrays, places, strict=True))
 
-    def write(self, arrays: Sequence[Any]) -> None:
-        """Write what a step returned back to the variables."""
+    def write(self, arrays: Sequence[Any], steps: int = 1) -> None:
+        """Write what steps returned back to the variables."""
         _values.write(self.wiring.variables, arrays)
         self.last = list(arrays)
         self.owns_metrics = True
-        self.updates += 1
+        self.updates += steps
 
     def write_back(self) -> None:
         """Let the metrics read what the steps made of them, whatever was written meanwhile."""

@@ -10,10 +10,13 @@ import numpy as np
 from keras import tree
 
 from fitstep._errors import DataError
-from fitstep._keras import _callbacks, _trainer
+from fitstep._keras import _trainer
+from fitstep._keras._callbacks import BatchHooks
+from fitstep.engine._feed import one_batch
 from fitstep.engine._live import Live, record_of
+from fitstep.engine._outputs import Outputs, joined
 from fitstep.engine._program import Step
-from fitstep.engine._runner import Runner
+from fitstep.engine._runner import MOST_STEPS, Executed, Runner
 from fitstep.engine._signals import holding
 
 
@@ -23,32 +26,38 @@ class Run:
 
     Attributes:
         step: the pure step of the model, see `_program.Step`.
-        batches: yields `(step, step, iterator)`, as Keras's epoch iterators do.
+        feed: the batches, cut into epochs or rounds.
         callbacks: a `keras.callbacks.CallbackList`.
         stride: the steps between two calls of the callbacks' batch hooks.
+        max_steps: the steps after which training ends; None for no limit.
     """
 
     model: Any
     step: Step
-    batches: Any
+    feed: Any
     callbacks: Any
     stride: int = 1
+    max_steps: int | None = None
     donate: bool = True
     snapshot: bool = True
 
 
 def train(
-    run: Run, *, epochs: int, initial_epoch: int, validate: Callable[[int], dict[str, Any] | None]
+    run: Run, *, initial_epoch: int, validate: Callable[[int], dict[str, Any] | None]
 ) -> None:
-    """Train; `validate` returns the logs of a validation after an epoch, or None for none."""
-    model, callbacks = run.model, run.callbacks
+    """Train; `validate` returns the logs of a validation after an epoch, or None for none.
+
+    Where the feed has rounds, a round takes the place of an epoch.
+    """
+    model, callbacks, feed = run.model, run.callbacks, run.feed
     with _running(run, "train") as runner:
         model.stop_training = False
         logs: dict[str, Any] = {}
+        trained = False
         # 1. The callbacks begin; one of them may set the epoch to start from.
         callbacks.on_train_begin()
         first = _trainer.first_epoch(model, initial_epoch)
-        for epoch in range(first, epochs):
+        for epoch in feed.indices(first):
             # 2. Metrics start anew, and callbacks may still change anything.
             model.reset_metrics()
             mark = _trainer.mark_nested(model)
@@ -57,12 +66,12 @@ def train(
                 model.reset_metrics()
             # 3. The steps. What the variables hold now is the snapshot.
             runner.begin_epoch()
-            step_logs = _epoch(run, runner, _TRAIN)
+            step_logs = _epoch(run, runner)
             if step_logs is None and epoch > first:
                 warnings.warn(
-                    f"The source ran out of data after {epoch - first} of {epochs - first} epochs; "
-                    f"training ends. A generator is iterated once: give one that goes on, with "
-                    f"`steps_per_epoch`, or a source that starts anew, such as a `PyDataset`.",
+                    f"The source ran out of data after {epoch - first} of {feed.epochs - first} "
+                    f"epochs; training ends. A generator is iterated once: give one that goes on, "
+                    f"with `steps_per_epoch`, or a source that starts anew, such as a `PyDataset`.",
                     stacklevel=2,
                 )
                 break
@@ -73,10 +82,11 @@ def train(
             logs |= {f"val_{name}": value for name, value in validation.items()}
             # 6. The callbacks see the epoch; one of them may stop the training.
             callbacks.on_epoch_end(epoch, logs)
-            if model.stop_training:
+            trained = True
+            if model.stop_training or runner.steps == run.max_steps:
                 break
         # 7. The optimizer puts final values (averages) in place, the callbacks end.
-        if epochs > 0:
+        if trained:
             _trainer.finalize(model)
         callbacks.on_train_end(logs)
 
@@ -89,7 +99,7 @@ def test(run: Run) -> dict[str, Any]:
         callbacks.on_test_begin()
         model.reset_metrics()
         runner.begin_epoch()
-        step_logs = _epoch(run, runner, _TEST)
+        step_logs = _epoch(run, runner)
         logs = _trainer.as_numbers(_epoch_logs(runner, step_logs))
         callbacks.on_test_end(logs)
     return logs
@@ -98,22 +108,35 @@ def test(run: Run) -> dict[str, Any]:
 def predict(run: Run) -> Any:
     """Predict; returns NumPy arrays with the rows of all batches."""
     model, callbacks = run.model, run.callbacks
-    collected: list[Any] = []
+    outputs = Outputs(getattr(run.feed.source, "rows", None))
     with _running(run, "predict") as runner:
         model.stop_predicting = False
         callbacks.on_predict_begin()
         runner.begin_epoch()
-        _epoch(run, runner, _PREDICT, collected)
+        _epoch(run, runner, outputs)
         callbacks.on_predict_end()
-        if not collected:
-            raise DataError("There is nothing to predict: the data has no batch.")
-        return _concatenated(collected)
+    return outputs.result()
+
+
+def steps(run: Run) -> Iterator[dict[str, Any]]:
+    """Train step by step, from one `next` to the other; yields the logs as they are computed."""
+    with _running(run, "train") as runner:
+        for _ in run.feed.indices(0):
+            run.model.reset_metrics()
+            runner.begin_epoch()
+            run.feed.begin()
+            while run.feed.peek() is not None:
+                yield runner.execute(run.feed.draw(1, 1)).last
+                if runner.steps == run.max_steps:
+                    return
+            run.feed.end()
+            runner.live.end_epoch()
 
 
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
-    with _running(Run(model=model, step=step, batches=None, callbacks=None), mode) as runner:
-        result = runner.step(batch)
+    with _running(Run(model=model, step=step, feed=None, callbacks=None), mode) as runner:
+        result = runner.execute(one_batch(batch)).last
         if mode == "predict":
             return tree.map_structure(np.array, result)
         return _trainer.as_numbers(result)
@@ -140,6 +163,8 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
             _settle(runner, error)
             raise
         finally:
+            if run.feed is not None:
+                run.feed.close()
             hold.held = True
             with record.lock:
                 record.running.remove(live)
@@ -150,74 +175,79 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
             hold.release()
 
 
-@dataclass(frozen=True)
-class _Hooks:
-    """The names of the hooks and of the flag that ends an epoch early."""
-
-    begin: str
-    end: str
-    stop: str
+_STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
-_TRAIN = _Hooks("on_train_batch_begin", "on_train_batch_end", "stop_training")
-_TEST = _Hooks("on_test_batch_begin", "on_test_batch_end", "stop_evaluating")
-_PREDICT = _Hooks("on_predict_batch_begin", "on_predict_batch_end", "stop_predicting")
-
-
-def _epoch(run: Run, runner: Runner, hooks: _Hooks, outputs: list[Any] | None = None) -> Any:
-    """The steps of one epoch; returns the logs of the last one, or None where there was none."""
-    model, batches = run.model, run.batches
-    begins, ends = (_callbacks.batch_hook(run.callbacks, hook) for hook in (hooks.begin, hooks.end))
+def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
+    """The steps of one epoch or round; returns the last logs, or None where there was no step."""
+    feed, mode = run.feed, runner.live.mode
+    hooks = BatchHooks(run.callbacks, mode)
+    together = run.stride > 1 or hooks.obstacle is None
     logs: Any = None
-    for begin, _, source in batches:
-        # 1. The callbacks learn which step begins.
-        if begins:
-            _call(runner, begins, begin)
-        # 2. One batch is drawn, and one step made; more of them with a stride.
-        if (batch := _draw(batches, source)) is None:
-            break
-        results = [runner.step(batch)]
-        while len(results) < run.stride and (following := next(batches, None)):
-            if (batch := next(following[2], None)) is None:
+    step = 0
+    feed.begin()
+    while not feed.at_end() and runner.steps != run.max_steps:
+        # 1. The callbacks learn which step begins, unless they are told of several afterwards.
+        if hooks.begins and not (together and run.stride == 1):
+            _call(runner, hooks.begin, step)
+        begun, results = step, []
+        while step - begun < run.stride and runner.steps != run.max_steps:
+            # 2. The next batches, as many as one execution takes.
+            if (kind := feed.peek()) is None:
                 break
-            results.append(runner.step(batch))
-        # 3. The callbacks see the model after the last step, and its logs.
-        logs = results[-1]
-        if outputs is not None:
-            outputs += results
-            logs = {"outputs": _joined(results)}
-        if ends:
-            # With a stride Keras counts whole strides, also where the data ends within one.
-            _call(runner, ends, begin + run.stride - 1, logs)
-        # 4. A callback may have asked to stop.
-        if getattr(model, hooks.stop):
+            wanted = _wanted(run, runner, begun + run.stride - step) if together else 1
+            width = runner.room(kind, wanted)
+            chunk = feed.draw(min(wanted, runner.most(kind, width)), width)
+            # 3. Their steps.
+            done = runner.execute(chunk, halt=hooks.halts)
+            results.append(done)
+            step += done.count
+            if run.stride == 1:
+                break
+        if not results:
             break
-    if ends:
-        ends.flush()
+        # 4. The callbacks see the model after the last step, and its logs; or all logs in turn.
+        done = results[-1]
+        logs = done.last
+        if outputs is not None:
+            for result in results:
+                outputs.add(result)
+            logs = {"outputs": None}
+        if hooks.ends:
+            _tell(runner, hooks, run.stride, begun, step, results)
+        # 5. A callback may have asked to stop.
+        if getattr(run.model, _STOPS[mode]):
+            break
+    if hooks.ends:
+        hooks.flush()
+    feed.end()
     runner.live.end_epoch()
     return logs
 
 
-def _draw(batches: Any, source: Iterator[Any]) -> Any:
-    """The next batch, or None at the end of the data, which Keras notes, and warns if it is early.
-
-    Only the draw is looked at: a `StopIteration` out of a step or a callback is the user's error.
-    """
-    with batches.catch_stop_iteration():
-        return next(source)
-
-
-def _joined(results: list[Any]) -> Any:
-    if len(results) == 1:
-        return results[0]
-    return tree.map_structure(lambda *parts: np.concatenate(parts), *results)
+def _wanted(run: Run, runner: Runner, stride_left: int) -> int:
+    """How many steps the next execution is to have at most."""
+    most = MOST_STEPS
+    if run.stride > 1 or not run.feed.source.ahead:
+        most = min(most, stride_left)
+    if run.feed.steps is not None:
+        most = min(most, run.feed.steps)
+    if run.max_steps is not None:
+        most = min(most, run.max_steps - runner.steps)
+    return most
 
 
-def _concatenated(outputs: list[Any]) -> Any:
-    first = outputs[0]
-    flat = [tree.flatten(output) for output in outputs]
-    joined = [np.concatenate([np.asarray(p) for p in parts]) for parts in zip(*flat, strict=True)]
-    return tree.pack_sequence_as(first, joined)
+def _tell(
+    runner: Runner, hooks: BatchHooks, stride: int, begun: int, end: int, results: list[Executed]
+) -> None:
+    """Call the hook that ends a batch, once for a stride or else for each step."""
+    done, predicting = results[-1], runner.live.mode == "predict"
+    if stride == 1 and done.stacked is not None:
+        stacked = {"outputs": done.stacked} if predicting else done.stacked
+        _call(runner, hooks.replay, begun, stacked, done.count)
+    else:
+        logs = {"outputs": joined(results)} if predicting else done.last
+        _call(runner, hooks.end, end - 1, logs)
 
 
 def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:

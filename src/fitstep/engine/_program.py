@@ -4,7 +4,7 @@ import inspect
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,12 @@ from jax.extend.core import jaxpr_as_fun
 from keras import tree
 
 from fitstep._errors import StateError
-from fitstep._keras import _trainer
+from fitstep._keras import _data, _trainer
 from fitstep._returned import check_logs, check_scalars
 from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._dataflow import Dataflow
+from fitstep.engine._feed import Kind
 from fitstep.engine._live import Live
 
 # `(model, mode, naming, state, arrays, batch) -> (logs or outputs, the new arrays, places)`, pure;
@@ -27,16 +28,26 @@ from fitstep.engine._live import Live
 Step = Callable[..., tuple[Any, list[Any], set[int]]]
 
 
+# JAX's CPU compiler lays convolutions out well only outside of loops and branches: within one they
+# run 3 to 40 times slower, and give other bits.
+_CONVOLUTION = "conv_general_dilated"
+
+
 class Program:
-    """One compiled step, for one shape of batch.
+    """One compiled step, or a loop of steps, for one kind of batch.
 
     Attributes:
-        call: `(given up, kept, means, batch) -> (new arrays, logs or outputs, new means)`.
+        call: `(given up, kept, means, batch) -> (new arrays, logs or outputs, new means)`; of a
+            loop `(given up, kept, means, stack, count, halt) -> (new arrays, last logs, new means,
+            stacked logs or outputs, steps made)`, which ends early after a loss that is not
+            finite if `halt` is true.
+        width: the batches that a stack has room for; 1 for a step that takes one batch.
+        seconds: what a step has taken, once that was measured.
         give_up: picks the arrays that are donated out of those of all variables.
         keep: picks the others.
         written: the places of the arrays that come back, in their order.
         extras: the names of the logs that are averaged over the rows.
-        proven: whether it ran through once; until then it is only given copies.
+        runs: how often it ran through; before the first time it is only given copies.
     """
 
     def __init__(
@@ -46,13 +57,17 @@ class Program:
         kept: Sequence[int],
         written: Sequence[int],
         extras: Sequence[str],
+        *,
+        width: int = 1,
     ):
         self.call = call
+        self.width = width
+        self.seconds: float | None = None
+        self.runs = 0
         self.give_up = _picker(given_up)
         self.keep = _picker(kept)
         self.written = tuple(written)
         self.extras = tuple(extras)
-        self.proven = False
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -83,7 +98,7 @@ class Trace:
     Args:
         step: the pure step, as `Step` says.
         arrays: the arrays of the variables; only their shapes, dtypes and shardings count.
-        leaves, structure: the batch, flattened.
+        kind: the batch.
         donate: whether the program may overwrite its inputs.
 
     Attributes:
@@ -98,13 +113,15 @@ class Trace:
         step: Step,
         live: Live,
         arrays: list[Any],
-        leaves: list[Any],
-        structure: Any,
+        kind: Kind,
         *,
         donate: bool,
     ):
-        self.live, self.arrays, self.leaves, self.structure = live, arrays, leaves, structure
+        self.live, self.kind, structure = live, kind, kind.structure
         model, record, mode = live.model, live.record, live.mode
+        # Not the arrays themselves, which would stay for as long as this does.
+        arrays = [_described(array) for array in arrays]
+        self.arrays = arrays
         naming, count = live.naming(), len(arrays)
         self.given_up = given_up = live.given_up() if donate else []
         self.kept = kept = [i for i in range(count) if i not in set(given_up)]
@@ -135,10 +152,21 @@ class Trace:
         self.inputs = (
             tuple(arrays[i] for i in given_up),
             tuple(arrays[i] for i in kept),
-            tuple(leaves),
+            tuple(
+                jax.ShapeDtypeStruct(shape, dtype, sharding=_data.sharding(shape))
+                for shape, dtype in kind.shapes
+            ),
         )
         given, left, batch = self.inputs
         self.traced = jax.jit(function, donate_argnums=self.donated).trace(given, left, (), batch)
+
+    def rows(self) -> int:
+        """The rows of a batch."""
+        return rows_of(jax.tree.unflatten(self.kind.structure, self.inputs[2]))
+
+    def holds_convolution(self) -> bool:
+        """Whether the step convolves anything, forward or backward."""
+        return _holds(self.traced.jaxpr.jaxpr, _CONVOLUTION)
 
     def extras(self) -> tuple[str, ...]:
         """The logs of the user's own step that are no metrics; warns of ignored weights.
@@ -165,7 +193,7 @@ class Trace:
             or (flow.depends_only_on(log, ()) and not self._is_in_a_result(name, log))
         )
         check_scalars(self.traced.out_info[1], extras, method)
-        batch = jax.tree.unflatten(self.structure, jaxpr.invars[len(inputs) :])
+        batch = jax.tree.unflatten(self.kind.structure, jaxpr.invars[len(inputs) :])
         weights = jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(batch)[2])
         results = [*logs, *(new[i] for i in places["trainable"] if i in new)]
         warned = self.live.record.warned
@@ -228,7 +256,7 @@ _IGNORED_WEIGHTS = (
 )
 
 
-def compile_step(trace: Trace, *, checked: bool) -> Program:
+def compile_step(trace: Trace, *, checked: bool = False) -> Program:
     """Compile a traced step, with the running means of those of its logs that are no metrics.
 
     Args:
@@ -241,7 +269,7 @@ def compile_step(trace: Trace, *, checked: bool) -> Program:
     distributed = keras.distribution.distribution() is not None
     if not (extras or distributed or checked):
         return Program(trace.traced.lower().compile(), *layout)
-    rows = rows_of(jax.tree.unflatten(trace.structure, trace.leaves))
+    rows = trace.rows()
     outputs, jaxpr = jax.tree.structure(trace.traced.out_info), jaxpr_as_fun(trace.traced.jaxpr)
     function = trace.function
 
@@ -263,6 +291,98 @@ def compile_step(trace: Trace, *, checked: bool) -> Program:
         return Program(program, *layout)
     means = _means.no_means(len(extras)) if extras else ()
     return Program(program.lower(given, left, means, batch).compile(), *layout)
+
+
+def compile_loop(trace: Trace, width: int) -> Program:
+    """Compile a traced step as the body of a loop over a stack of up to `width` batches.
+
+    The number of steps is an input, so that a remainder needs no program of its own. The results
+    have the same bits as one step after another.
+    """
+    given, left, _ = trace.inputs
+    extras, rows = trace.extras(), trace.rows()
+    step, outputs = jaxpr_as_fun(trace.traced.jaxpr), jax.tree.structure(trace.traced.out_info)
+    given_up, kept, written = trace.given_up, trace.kept, trace.written
+    count_of_arrays = len(trace.arrays)
+    has_loss = trace.live.mode == "train" and "loss" in trace.log_names
+
+    def steps(given: Any, left: Any, means: Any, stack: Any, count: Any, halt: Any) -> Any:
+        arrays = _placed(count_of_arrays, (given_up, given), (kept, left))
+        results = jax.tree.map(
+            lambda one: jnp.zeros((width, *one.shape), one.dtype), trace.traced.out_info[1]
+        )
+
+        def body(carry: Any) -> Any:
+            i, _, changing, means, results = carry
+            inputs = list(arrays)
+            for place, array in zip(written, changing, strict=True):
+                inputs[place] = array
+            batch = [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for leaf in stack]
+            flat = step(*[inputs[p] for p in given_up], *[inputs[p] for p in kept], *batch)
+            new, result, _ = jax.tree.unflatten(outputs, flat)
+            if extras:
+                means = _means.updated_means(means, [result[name] for name in extras], rows)
+            going_on = ~halt | jnp.isfinite(result["loss"]) if has_loss else True
+            results = jax.tree.map(
+                lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0),
+                results,
+                result,
+            )
+            new = tuple(
+                jax.lax.convert_element_type(array, arrays[place].dtype)
+                for place, array in zip(written, new, strict=True)
+            )
+            return i + 1, jnp.asarray(going_on), new, means, results
+
+        start = (jnp.int32(0), jnp.asarray(True), tuple(arrays[p] for p in written), means, results)
+        made, _, new, means, results = jax.lax.while_loop(
+            lambda carry: (carry[0] < count) & carry[1], body, start
+        )
+        last = None
+        if trace.live.mode != "predict":
+            last = jax.tree.map(
+                lambda all_: jax.lax.dynamic_index_in_dim(all_, made - 1, keepdims=False), results
+            )
+        return new, last, means, results, made
+
+    steps.__name__ = steps.__qualname__ = f"{METHODS[trace.live.mode]}s"
+    shardings = None
+    if keras.distribution.distribution() is not None:
+        shardings = (tuple(trace.arrays[i].sharding for i in written), None, None, None, None)
+    stack = tuple(
+        jax.ShapeDtypeStruct((width, *shape), dtype, sharding=_data.sharding(shape, stacked=True))
+        for shape, dtype in trace.kind.shapes
+    )
+    means = _means.no_means(len(extras)) if extras else ()
+    count, halt = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), "bool")
+    program = jax.jit(steps, donate_argnums=trace.donated, out_shardings=shardings)
+    compiled = program.lower(given, left, means, stack, count, halt).compile()
+    return Program(compiled, given_up, kept, written, extras, width=width)
+
+
+def _described(array: Any) -> jax.ShapeDtypeStruct:
+    placed = keras.distribution.distribution() is not None or getattr(array, "committed", False)
+    return jax.ShapeDtypeStruct(
+        array.shape, array.dtype, sharding=array.sharding if placed else None
+    )
+
+
+def _holds(jaxpr: Any, primitive: str) -> bool:
+    return any(
+        equation.primitive.name == primitive
+        or any(_holds(inner, primitive) for inner in _inner(equation.params.values()))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner(values: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in values:
+        value = getattr(value, "jaxpr", value)
+        if hasattr(value, "eqns"):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inner(value)
 
 
 def _placed(count: int, *groups: tuple[Sequence[int], Sequence[Any]]) -> list[Any]:

@@ -1,0 +1,464 @@
+"""Batches for the engine: drawn when they are needed, several of them stacked for one execution.
+
+A source yields one pass over the data after another. Epochs or rounds cut the passes into what
+callbacks hear of. Memory that was handed to a program is never written to again, since JAX on a
+CPU uses it as it is.
+"""
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from fitstep._errors import DataError
+from fitstep._keras import _data
+
+# An array source gathers about this much at once, in a thread, while the steps before it run.
+_SLAB_BYTES = 4 * 2**20
+_ALIGNMENT = 64  # of memory that JAX on a CPU uses without a copy
+
+
+class Kind(NamedTuple):
+    """What a program is compiled for: the structure of a batch, the shape and dtype of each array."""
+
+    structure: Any
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of one batch."""
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.shapes)
+
+
+class Chunk(NamedTuple):
+    """The batches of one execution.
+
+    Attributes:
+        leaves: the arrays of one batch, or stacks of `width` each, of which `count` are batches.
+        width: 1 if nothing is stacked; a stack of one batch would be another program's.
+    """
+
+    leaves: tuple[Any, ...]
+    kind: Kind
+    count: int = 1
+    width: int = 1
+
+
+def kind_of(leaves: list[Any], structure: Any) -> Kind:
+    """The kind of a flattened batch."""
+    return Kind(
+        structure,
+        tuple((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves),
+    )
+
+
+def one_batch(batch: Any) -> Chunk:
+    """A batch that is there already."""
+    leaves, structure = jax.tree.flatten(batch)
+    return Chunk(tuple(_data.placed(leaves)), kind_of(leaves, structure))
+
+
+class _Pass(Protocol):
+    """Once over the data."""
+
+    drawn: int
+
+    def peek(self) -> Kind | None:
+        """The kind of the next batch; None at the end."""
+
+    def next_batch(self) -> Any:
+        """The next batch as it is, still to be drawn."""
+
+    def draw(self, most: int, width: int) -> Chunk:
+        """The next batches, up to `most` of one kind, in a stack if `width` is more than 1."""
+
+    def close(self) -> None:
+        """Draw no more."""
+
+
+class _ArrayPass:
+    """Once over arrays, whose rows are gathered ahead."""
+
+    def __init__(self, source: _data.ArraySource):
+        self.drawn = 0
+        self._source = source
+        self._order = source.order()
+        self._row = 0  # the first that was not drawn
+        self._slab: list[np.ndarray] = []
+        self._slab_rows = (0, 0)
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
+
+    def peek(self) -> Kind | None:
+        size = min(self._source.batch_size, self._source.rows - self._row)
+        return _kind_of_rows(self._source, size) if size else None
+
+    def next_batch(self) -> Any:
+        kind = self.peek()
+        assert kind is not None
+        rows = min(self._source.batch_size, self._source.rows - self._row)
+        leaves = self._gathered(self._row, self._row + rows, 0)
+        return jax.tree.unflatten(kind.structure, leaves)
+
+    def draw(self, most: int, width: int) -> Chunk:
+        size = min(self._source.batch_size, self._source.rows - self._row)
+        full = size == self._source.batch_size
+        width = width if full else 1
+        kind = _kind_of_rows(self._source, size)
+        if not full:
+            count, leaves = 1, self._gathered(self._row, self._row + size, 0)
+        else:
+            start = self._row - self._slab_rows[0]
+            if not self._slab or start + width * size > len(self._slab[0]):
+                self._next_slab(kind, width)
+                start = 0
+            count = min(most, (self._slab_rows[1] - self._row) // size) if width > 1 else 1
+            # A stack may overlap the next one: what is beyond its count is not looked at.
+            leaves = [leaf[start : start + width * size] for leaf in self._slab]
+        self._row += count * size
+        self.drawn += count
+        if width > 1:
+            leaves = [leaf.reshape(width, size, *leaf.shape[1:]) for leaf in leaves]
+        return Chunk(tuple(_data.placed(leaves, stacked=width > 1)), kind, count, width)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = self._ahead = None
+
+    def _next_slab(self, kind: Kind, width: int) -> None:
+        size = self._source.batch_size
+        batches = max(width, _SLAB_BYTES // max(kind.nbytes, 1) // width * width)
+        end = self._source.rows // size * size  # of the full batches
+        room = (width - 1) * size
+        stop = min(self._row + batches * size, end)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == self._row:
+            self._slab = ahead[1].result()
+        else:
+            self._slab = self._gathered(self._row, stop, room)
+        self._slab_rows = (self._row, stop)
+        if stop < end:
+            self._pool = self._pool or ThreadPoolExecutor(1, "fitstep-feed")
+            following = min(stop + batches * size, end)
+            self._ahead = stop, self._pool.submit(self._gathered, stop, following, room)
+
+    def _gathered(self, start: int, stop: int, room: int) -> list[np.ndarray]:
+        """The rows in new memory, with room for more behind them."""
+        rows = slice(start, stop) if self._order is None else self._order[start:stop]
+        return self._source.gathered(rows, stop - start, room, _aligned)
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    memory = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + memory.size - _ALIGNMENT].view(dtype).reshape(shape)
+
+
+def _kind_of_rows(source: _data.ArraySource, rows: int) -> Kind:
+    if rows not in source.kinds:
+        leaves, structure = source.first(rows)
+        source.kinds[rows] = kind_of(leaves, structure)
+    return source.kinds[rows]
+
+
+class _BatchPass:
+    """Once over a source that yields its batches one by one."""
+
+    def __init__(self, source: _data.BatchSource, limit: int | None):
+        self.drawn = 0
+        self._batches = source.batches()
+        self._limit = limit
+        self._checked = source.checked
+        self._stacked: set[Kind] = set()
+        self._pending: tuple[list[Any], Kind] | None = None
+        self._error: Exception | None = None
+
+    def peek(self) -> Kind | None:
+        if self._error is not None:
+            raise self._error
+        if self._pending is None and (self._limit is None or self.drawn < self._limit):
+            for batch in self._batches:
+                leaves, structure = jax.tree.flatten(batch)
+                kind = kind_of(leaves, structure)
+                if kind not in self._checked:
+                    _data.check_numbers(batch)
+                    self._checked.add(kind)
+                self._pending = leaves, kind
+                break
+        return self._pending[1] if self._pending else None
+
+    def next_batch(self) -> Any:
+        assert self._pending is not None
+        leaves, kind = self._pending
+        return jax.tree.unflatten(kind.structure, leaves)
+
+    def draw(self, most: int, width: int) -> Chunk:
+        kind = self.peek()
+        batches = []
+        # Nothing is drawn before it is needed: the last look is at the last batch.
+        while len(batches) < most and self._pending is not None and self.peek() == kind:
+            batches.append(self._pending[0])
+            self._pending = None
+            self.drawn += 1
+            if len(batches) < most:
+                try:
+                    self.peek()
+                except Exception as error:  # noqa: BLE001 - raised when its batch's turn comes
+                    self._error = error
+        assert kind is not None
+        if width == 1 or (len(batches) == 1 and kind not in self._stacked):
+            return Chunk(tuple(_data.placed(batches[0])), kind)
+        self._stacked.add(kind)
+        stacks = []
+        for place, (shape, dtype) in enumerate(kind.shapes):
+            stack = _aligned((width, *shape), dtype)
+            for i, leaves in enumerate(batches):
+                stack[i] = leaves[place]
+            stacks.append(stack)
+        return Chunk(tuple(_data.placed(stacks, stacked=True)), kind, len(batches), width)
+
+    def close(self) -> None:
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
+
+class _Passes:
+    """One pass after another, each begun when its first batch is needed."""
+
+    def __init__(self, source: _data.Source):
+        self.source = source
+        self._pass: _Pass | None = None
+        self._told = False  # the source was told that an epoch begins
+
+    @property
+    def drawn(self) -> int:
+        """The batches of this pass that were drawn."""
+        return self._pass.drawn if self._pass else 0
+
+    def tell_begin(self) -> None:
+        if not self._told:
+            self.source.begin()
+            self._told = True
+
+    def tell_end(self) -> None:
+        if self._told:
+            self._told = False
+            self.source.end()
+
+    def restart(self) -> None:
+        """Begin with a new pass; a source that shuffles when an epoch ends is told that one has."""
+        if self.source.listens:
+            self.end()
+            self._told = False
+            self.source.end()
+        elif self.drawn:
+            self.end()
+
+    def peek(self) -> Kind | None:
+        """The kind of this pass's next batch; None at its end."""
+        if self._pass is None:
+            self.tell_begin()
+            if isinstance(self.source, _data.ArraySource):
+                self._pass = _ArrayPass(self.source)
+            else:
+                self._pass = _BatchPass(self.source, self.source.num_batches)
+        return self._pass.peek()
+
+    def draw(self, most: int, width: int) -> Chunk:
+        assert self._pass is not None
+        return self._pass.draw(most, width)
+
+    def next_batch(self) -> Any:
+        """The next batch as it is, still to be drawn."""
+        assert self._pass is not None
+        return self._pass.next_batch()
+
+    def end(self) -> None:
+        """End this pass; the next begins anew."""
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+
+class Epochs:
+    """Epochs as Keras has them: a pass each, or `steps` batches, going on where the last ended.
+
+    Args:
+        source: where the batches come from.
+        epochs: the number of the last epoch, counted from 0, plus one.
+        steps: the batches of an epoch; None takes a whole pass.
+    """
+
+    def __init__(self, source: _data.Source, *, epochs: int = 1, steps: int | None = None):
+        self.source = source
+        self._epochs = epochs
+        self._steps = steps
+        self._passes = _Passes(source)
+        self._left: int | None = None
+        self._inferred: int | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """The steps of an epoch, if that is known."""
+        return self._steps or self.source.num_batches or self._inferred
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs, for the callbacks."""
+        return self._epochs
+
+    def first_batch(self) -> Any:
+        """The first batch, to build the model on; it is still the first to be drawn."""
+        if self._passes.peek() is None:
+            raise DataError("The data has no batch: `x` is empty. Give at least one row.")
+        return self._passes.next_batch()
+
+    def restart(self) -> None:
+        """Begin with a new pass, and forget what was only looked at, where Keras does."""
+        self._passes.restart()
+
+    def indices(self, first: int) -> Iterator[int]:
+        """The numbers of the epochs."""
+        yield from range(first, self._epochs)
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._passes.tell_begin()
+        if self._steps is None and self._passes.drawn:
+            self._passes.end()
+        self._left = self._steps or self.source.num_batches
+
+    def at_end(self) -> bool:
+        """Whether it is known that no batch follows in this epoch; nothing is drawn to find out."""
+        return self._left == 0
+
+    def peek(self) -> Kind | None:
+        """The kind of the next batch; None at the end of the epoch."""
+        if self._left == 0:
+            return None
+        kind = self._passes.peek()
+        if kind is None:
+            self._out_of_data()
+        return kind
+
+    def draw(self, most: int, width: int) -> Chunk:
+        """The next batches, as a pass draws them."""
+        chunk = self._passes.draw(most if self._left is None else min(most, self._left), width)
+        if self._left is not None:
+            self._left -= chunk.count
+        return chunk
+
+    def end(self) -> None:
+        """End the epoch."""
+        if self.source.num_batches and self._passes.drawn >= self.source.num_batches:
+            self._passes.end()
+        self._passes.tell_end()
+
+    def close(self) -> None:
+        """End what is under way, also after a failure."""
+        self._passes.end()
+        self._passes.tell_end()
+
+    def _out_of_data(self) -> None:
+        if self._inferred is None:
+            self._inferred = self._passes.drawn
+        self._passes.end()
+        self._left = 0
+        # A source of unknown length that starts anew has ended an epoch, not interrupted it.
+        if self._steps or self.source.once:
+            warnings.warn(
+                "Your input ran out of data; interrupting training. Make sure that your dataset "
+                "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
+                "need to use the `.repeat()` function when building your dataset.",
+                stacklevel=2,
+            )
+
+
+class Rounds:
+    """Rounds of `steps` batches each, which go on over the ends of passes; the last may be short.
+
+    Args:
+        source: where the batches come from.
+        passes: how often to go over the data.
+        steps: the batches of a round.
+        most: the batches of all rounds, if they are limited.
+    """
+
+    def __init__(self, source: _data.Source, *, passes: int, steps: int, most: int | None = None):
+        self.source = source
+        self.steps = steps
+        self._passes_left = passes
+        self._passes = _Passes(source)
+        self._left = 0
+        all_batches = source.num_batches and source.num_batches * passes
+        known = [count for count in (all_batches, most) if count is not None]
+        self.epochs = -(-min(known) // steps) if known else None
+
+    def first_batch(self) -> Any:
+        """The first batch, to build the model on; it is still the first to be drawn."""
+        if self._passes.peek() is None:
+            raise DataError("The data has no batch: `x` is empty. Give at least one row.")
+        return self._passes.next_batch()
+
+    def restart(self) -> None:
+        """Forget what was only looked at, where Keras does."""
+        self._passes.restart()
+
+    def indices(self, first: int) -> Iterator[int]:
+        """The numbers of the rounds, for as long as there is data; those before `first` are skipped."""
+        index = 0
+        while self._next_in_passes() is not None:
+            if index < first:
+                self._skip()
+            else:
+                yield index
+            index += 1
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._left = self.steps
+
+    def at_end(self) -> bool:
+        """Whether no batch follows in this round."""
+        return self.peek() is None
+
+    def peek(self) -> Kind | None:
+        """The kind of the next batch; None at the end of the round."""
+        return self._next_in_passes() if self._left else None
+
+    def draw(self, most: int, width: int) -> Chunk:
+        """The next batches, as a pass draws them."""
+        chunk = self._passes.draw(min(most, self._left), width)
+        self._left -= chunk.count
+        return chunk
+
+    def end(self) -> None:
+        """End the round; its pass goes on."""
+
+    def close(self) -> None:
+        """End what is under way, also after a failure."""
+        self._passes.end()
+        self._passes.tell_end()
+
+    def _next_in_passes(self) -> Kind | None:
+        while self._passes_left:
+            if (kind := self._passes.peek()) is not None:
+                return kind
+            empty = not self._passes.drawn
+            self.close()
+            self._passes_left = 0 if empty else self._passes_left - 1
+        return None
+
+    def _skip(self) -> None:
+        self.begin()
+        while self.peek() is not None:
+            self.draw(1, 1)
+
+
+Feed = Epochs | Rounds
