@@ -17,6 +17,7 @@ from fitstep._errors import (
 
 if TYPE_CHECKING:
     from fitstep._capture import capture, restore
+    from fitstep._explain import explain
     from fitstep._fit import evaluate, fit, predict, steps
     from fitstep._model import Model, Sequential, Trainer
     from fitstep._run import Run
@@ -40,6 +41,7 @@ __all__ = [
     "Trainer",
     "capture",
     "evaluate",
+    "explain",
     "fit",
     "predict",
     "restore",
@@ -55,6 +57,7 @@ _LAZY = {
     "Trainer": "_model",
     "capture": "_capture",
     "evaluate": "_fit",
+    "explain": "_explain",
     "fit": "_fit",
     "predict": "_fit",
     "restore": "_capture",

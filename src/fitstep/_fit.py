@@ -38,6 +38,7 @@ def fit(
     validation_freq: Any = 1,
     validate_every: int | None = None,
     max_steps: int | None = None,
+    max_compiles: int | None = None,
     steps_per_execution: int | None = None,
     donate: bool = True,
     snapshot: bool = True,
@@ -62,6 +63,9 @@ def fit(
             still counts the passes; the last round may be short.
         max_steps: the steps after which training ends, if `epochs` do not end it before. An epoch
             or round that it cuts short still ends with its validation.
+        max_compiles: for how many kinds of batches (shapes, dtypes) this call may compile its
+            training step, before one more is an error that names it. A partial last batch is a
+            kind of its own. None allows any number, with a warning from the third on.
         steps_per_execution: the steps between two calls of the callbacks' batch hooks. None
             takes what the model was compiled with. How many steps share an execution is the
             engine's choice, see `fitstep.explain`.
@@ -82,7 +86,10 @@ def fit(
     _trainer.check_compiled(model, "fit")
     stride = _stride(model, steps_per_execution)
     _check_numbers_of_fit(epochs, validation_split)
-    _check_rounds(validate_every, max_steps, steps_per_epoch, validation_freq, initial_epoch)
+    _check_count("max_steps", max_steps)
+    _check_count("max_compiles", max_compiles)
+    _check_count("validate_every", validate_every)
+    _check_rounds(validate_every, steps_per_epoch, validation_freq, initial_epoch)
     epochs = _trainer.limited_epochs(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = _data.split(
@@ -122,6 +129,7 @@ def fit(
         callbacks=callbacks,
         stride=stride,
         max_steps=max_steps,
+        max_compiles=max_compiles,
         donate=donate,
         snapshot=snapshot,
     )
@@ -262,7 +270,7 @@ def steps(
     _trainer.check_model(model, "steps")
     _trainer.check_compiled(model, "steps")
     _check_numbers_of_fit(epochs, 0)
-    _check_rounds(None, max_steps, None, 1, 0)
+    _check_count("max_steps", max_steps)
     x, y, sample_weight = data, None, None
     if isinstance(data, tuple):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -378,12 +386,14 @@ def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:
         )
 
 
+def _check_count(name: str, count: Any) -> None:
+    if count is not None and (not isinstance(count, int | np.integer) or count < 1):
+        raise ValueError(f"`{name}` must be an integer >= 1. Received: {count!r}.")
+
+
 def _check_rounds(
-    validate_every: Any, max_steps: Any, steps_per_epoch: Any, validation_freq: Any, initial: Any
+    validate_every: Any, steps_per_epoch: Any, validation_freq: Any, initial: Any
 ) -> None:
-    for name, count in (("validate_every", validate_every), ("max_steps", max_steps)):
-        if count is not None and (not isinstance(count, int | np.integer) or count < 1):
-            raise ValueError(f"`{name}` must be an integer >= 1. Received: {count!r}.")
     if validate_every is None:
         return
     for name, value, default, instead in (

@@ -74,6 +74,7 @@ class _Pass(Protocol):
 
     def draw(self, most: int, width: int) -> Chunk:
         """The next batches, up to `most` of one kind, in a stack if `width` is more than 1."""
+        ...
 
     def close(self) -> None:
         """Draw no more."""

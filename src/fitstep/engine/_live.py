@@ -37,6 +37,11 @@ class Record:
         self.fingerprint: Any = None
         self.changed_by_traces: set[Any] = set()
         self.warned: set[str] = set()
+        # For people to read: what was compiled, why programs went stale, how steps were run.
+        self.compilations: list[Any] = []
+        self.compiled_for: dict[str, list[str]] = {}
+        self.stale: dict[str, str] = {}
+        self.choices: dict[str, Any] = {}
         # The runs that are under way, the innermost last.
         self.running: list[Live] = []
         # One thread at a time builds, traces or steps; held by a thread that runs a step within

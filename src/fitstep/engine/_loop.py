@@ -15,9 +15,9 @@ from fitstep._keras._callbacks import BatchHooks
 from fitstep.engine._feed import one_batch
 from fitstep.engine._live import Live, record_of
 from fitstep.engine._outputs import Outputs, joined
-from fitstep.engine._program import Step
 from fitstep.engine._runner import MOST_STEPS, Executed, Runner
 from fitstep.engine._signals import holding
+from fitstep.engine._trace import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,12 @@ class Run:
     """What a loop needs to know.
 
     Attributes:
-        step: the pure step of the model, see `_program.Step`.
+        step: the pure step of the model, see `_trace.Step`.
         feed: the batches, cut into epochs or rounds.
         callbacks: a `keras.callbacks.CallbackList`.
         stride: the steps between two calls of the callbacks' batch hooks.
         max_steps: the steps after which training ends; None for no limit.
+        max_compiles: for how many kinds of batches may be compiled; None for any number.
     """
 
     model: Any
@@ -38,6 +39,7 @@ class Run:
     callbacks: Any
     stride: int = 1
     max_steps: int | None = None
+    max_compiles: int | None = None
     donate: bool = True
     snapshot: bool = True
 
@@ -149,7 +151,15 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
         record = record_of(run.model)
         with record.lock:
             live = Live(run.model, mode)
-            runner = Runner(run.step, live, hold, donate=run.donate, snapshot=run.snapshot)
+            runner = Runner(
+                run.step,
+                live,
+                hold,
+                donate=run.donate,
+                snapshot=run.snapshot,
+                max_compiles=run.max_compiles,
+            )
+            runner.long = run.feed is not None
         hold.held = True
         try:
             with record.lock:
@@ -197,6 +207,8 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
                 break
             wanted = _wanted(run, runner, begun + run.stride - step) if together else 1
             width = runner.room(kind, wanted)
+            if step == 0:
+                runner.explain(kind, min(width, wanted), _limit(run, hooks, wanted))
             chunk = feed.draw(min(wanted, runner.most(kind, width)), width)
             # 3. Their steps.
             done = runner.execute(chunk, halt=hooks.halts)
@@ -235,6 +247,19 @@ def _wanted(run: Run, runner: Runner, stride_left: int) -> int:
     if run.max_steps is not None:
         most = min(most, run.max_steps - runner.steps)
     return most
+
+
+def _limit(run: Run, hooks: BatchHooks, wanted: int) -> str:
+    """Why the loop wants no more steps in an execution, in words; empty if it would take any."""
+    if wanted == MOST_STEPS:
+        return ""
+    if run.stride > 1:
+        return f"`steps_per_execution` is {run.stride}"
+    if hooks.obstacle is not None:
+        return f"callbacks act between steps: {hooks.obstacle}"
+    if not run.feed.source.ahead:
+        return "the source is asked for a batch only when a step needs it"
+    return f"an epoch or round has {wanted} steps"
 
 
 def _tell(

@@ -1,38 +1,33 @@
 """Run one step after another without ever losing the model."""
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
 
+from fitstep._errors import DataError
 from fitstep._keras import _trainer
 from fitstep._returned import check_scalars
 from fitstep._state import METHODS
-from fitstep.engine import _live
+from fitstep.engine import _facts, _live
 from fitstep.engine._feed import Chunk, Kind, kind_of
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
 from fitstep.engine._means import Means
-from fitstep.engine._program import (
-    Program,
-    Step,
-    Trace,
-    compile_loop,
-    compile_step,
-    rows_of,
-    run_eagerly,
-)
+from fitstep.engine._program import Program, compile_loop, compile_step
+from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 
 # The rule for how many steps share an execution: 16 have all of the gain, stacks stay small, and
 # nobody waits long for a Ctrl-C or a progress bar.
 MOST_STEPS = 16
 MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
+_CONVOLUTION = "a convolution, which a CPU runs 3 to 40 times slower within a loop"
+_USUAL = ("the first", "another batch")
 # Chunks above this size do not pile up while earlier ones run.
 SMALL = 2**20
 IN_FLIGHT = 3
@@ -56,14 +51,14 @@ class Programs:
     """What is known of, and compiled for, one kind of batch.
 
     Attributes:
-        traced: whether the step was traced for it.
-        alone: whether its steps run one at a time, whatever is asked for.
+        alone: why its steps run one at a time, whatever is asked for; None before it is traced.
+        traced: the step's trace, kept for the programs to come where it does not hold the model.
         by_width: the programs by the batches that they take in one execution.
     """
 
     def __init__(self) -> None:
-        self.traced = False
-        self.alone = False
+        self.alone: str | None = None
+        self.traced: Traced | None = None
         self.by_width: dict[int, Program] = {}
 
 
@@ -76,10 +71,18 @@ class Runner:
         hold: holds signals back while arrays are out of the variables.
         donate: give the programs the arrays themselves, so that they are updated in place.
         snapshot: keep the arrays of each epoch's start, to go back to when a step fails.
+        max_compiles: for how many kinds of batches this run may compile; None for any number.
     """
 
     def __init__(
-        self, step: Step, live: Live, hold: Any, *, donate: bool = True, snapshot: bool = True
+        self,
+        step: Step,
+        live: Live,
+        hold: Any,
+        *,
+        donate: bool = True,
+        snapshot: bool = True,
+        max_compiles: int | None = None,
     ):
         self._step = step
         self.live = live
@@ -93,13 +96,18 @@ class Runner:
         self._wiring: Any = None
         self._programs: dict[Kind, Programs] = {}
         self._own_programs: dict[Any, Any] = {}
-        self._traces: dict[Kind, Trace] = {}
+        self._traces: dict[Kind, Traced] = {}
         self._flight: deque[Any] = deque(maxlen=IN_FLIGHT)
         self.means = Means()
         self._examined = False
         self._extras_of_trace: set[str] | None = None
         self._keep_next = True
         self.steps = 0  # of this run
+        self._max_compiles = max_compiles
+        self.long = True  # a run of many steps, not of one batch
+        self._compiled_for: list[str] = []  # in this run
+        self._causes: dict[Kind, str] = {}
+        self._key: tuple[Any, ...] = ()
         # Within a run its programs stay; a nested run must not drop them.
         if not live.record.running:
             _drop_stale(live.record, fingerprint(live.model))
@@ -122,20 +130,43 @@ class Runner:
         Args:
             wanted: more have no use, such as in a short epoch.
         """
-        if wanted < 2 or not self.compiled or self.checked:
+        if wanted < 2 or self.obstacle():
             return 1
         programs = self._programs_of_kind(kind)
-        if not programs.traced:
+        if programs.alone is None:
             with self.live.record.lock:
                 programs = self._programs_for(self.live.read(), kind)
         if programs.alone:
             return 1
-        most = min(MOST_STEPS, MOST_BYTES // max(kind.nbytes, 1))
-        if most < 2:
-            return 1
-        # Powers of two, and what is there already, so that few programs do.
-        width = min(2 ** (min(wanted, most) - 1).bit_length(), most)
-        return min((w for w in programs.by_width if width <= w <= most and w > 1), default=width)
+        # One width for a kind, so that there is one such program at most.
+        return max(1, min(MOST_STEPS, MOST_BYTES // max(kind.nbytes, 1)))
+
+    def obstacle(self) -> str:
+        """Why no batches at all may share an execution; empty if they may."""
+        if not self.compiled:
+            return "steps run op by op (`run_eagerly`, `jit_compile=False` or `jax_disable_jit`)"
+        if self.checked:
+            return "`jax_debug_nans` looks at each step"
+        if self.live.mode == "train" and not self.donate:
+            return "`donate=False` keeps the state before every step"
+        return ""
+
+    def explain(self, kind: Kind, width: int, other: str) -> None:
+        """Note for people to read how many steps share an execution, and why not more.
+
+        Args:
+            other: a reason from outside, if there is one.
+        """
+        programs = self._programs_of_kind(kind)
+        reason = self.obstacle() or programs.alone or other
+        if not reason:
+            reason = f"{MOST_STEPS} have all of the gain"
+            if width < MOST_STEPS:
+                reason = (
+                    f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
+                )
+        mode = self.live.mode
+        self.live.record.choices[mode] = _facts.Choice(mode, width, reason)
 
     def most(self, kind: Kind, width: int) -> int:
         """How many of the stacked batches to run in one execution, for it not to take long."""
@@ -238,30 +269,43 @@ class Runner:
     def _traced_extras(self, arrays: list[Any], batch: Any) -> set[str] | None:
         kind = kind_of(*jax.tree.flatten(jax.tree.map(np.asarray, batch)))
         try:
-            trace = Trace(self._step, self.live, arrays, kind, donate=False)
+            traced = trace(self._step, self.live, arrays, kind, donate=False)
         except Exception:  # noqa: BLE001 - eager steps may do what no trace can
             return None
-        return set(trace.extras())
+        return set(traced.extras)
 
     def _program(self, arrays: list[Any], chunk: Chunk) -> Program:
         programs = self._programs_for(arrays, chunk.kind)
         program = programs.by_width.get(chunk.width)
         if program is None:
-            with self._tracing(), self.hold.patiently():
-                trace = self._traces.get(chunk.kind) or self._trace(arrays, chunk.kind)
+            began = time.perf_counter()
+            traced = self._traces.get(chunk.kind) or programs.traced
+            with self.hold.patiently():
+                if traced is None:
+                    traced = self._trace(arrays, chunk.kind)
                 if chunk.width == 1:
-                    program = compile_step(trace, checked=self.checked)
+                    program = compile_step(traced, checked=self.checked)
                 else:
-                    program = compile_loop(trace, chunk.width)
+                    program = compile_loop(traced, chunk.width)
             programs.by_width[chunk.width] = program
+            self._note(chunk, time.perf_counter() - began)
         return program
+
+    def _note(self, chunk: Chunk, seconds: float) -> None:
+        record, mode = self.live.record, self.live.mode
+        cause = self._causes.pop(chunk.kind, "")
+        if not cause:
+            cause = "several steps" if chunk.width > 1 else "one step alone"
+        record.compilations.append(
+            _facts.Compilation(mode, _facts.described(chunk.kind), chunk.width, seconds, cause)
+        )
 
     def _programs_of_kind(self, kind: Kind) -> Programs:
         live = self.live
         if live.wiring is not self._wiring:
             self._wiring = live.wiring
             self._traces.clear()
-            key = (
+            self._key = (
                 live.mode,
                 self.donate,
                 self.checked,
@@ -272,32 +316,68 @@ class Runner:
             )
             # What JAX compiles itself keeps the model alive, so it must not outlive the run.
             kept = self._own_programs if self.checked else live.record.programs
-            self._programs = kept.setdefault(key, {})
+            self._programs = kept.setdefault(self._key, {})
         return self._programs.setdefault(kind, Programs())
 
     def _programs_for(self, arrays: list[Any], kind: Kind) -> Programs:
         """The programs of a kind of batch; the first time it is traced, to know what is in it."""
         programs = self._programs_of_kind(kind)
-        if not programs.traced:
-            with self._tracing(), self.hold.patiently():
-                trace = self._trace(arrays, kind)
-            programs.traced = True
+        if programs.alone is None:
+            self._causes[kind] = self._cause(kind)
+            self._check_compiles(kind)
+            with self.hold.patiently():
+                traced = self._trace(arrays, kind)
             on_cpu = jax.default_backend() == "cpu"
-            programs.alone = on_cpu and trace.holds_convolution()
+            programs.alone = _CONVOLUTION if on_cpu and traced.holds("conv_general_dilated") else ""
+            programs.traced = traced.without_model()
         return programs
 
-    def _trace(self, arrays: list[Any], kind: Kind) -> Trace:
-        trace = Trace(self._step, self.live, arrays, kind, donate=self.donate)
-        self._traces[kind] = trace
-        return trace
+    def _cause(self, kind: Kind) -> str:
+        """Why the programs that are there do not do for this kind of batch, in words."""
+        record, mode = self.live.record, self.live.mode
+        if stale := record.stale.pop(mode, ""):
+            return f"changed on the model: {stale}"
+        others = [known for known in self._programs if known is not kind and known != kind]
+        if others:
+            return "another batch"
+        keys = [key for key in record.programs if key[0] == mode and key != self._key]
+        return f"changed: {_facts.changed(keys[-1], self._key)}" if keys else "the first"
 
-    @contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _check_compiles(self, kind: Kind) -> None:
+        """Say what was compiled for before, from the third time in a run on.
+
+        Raises:
+            DataError: if it is one more than was allowed.
+        """
+        mode, record, cause = self.live.mode, self.live.record, self._causes[kind]
+        # Steps that are called one by one are each a run of their own.
+        compiled_for = self._compiled_for if self.long else record.compiled_for.setdefault(mode, [])
+        here = _facts.described(kind) + ("" if cause in _USUAL else f" ({cause})")
+        before, count = "; ".join(compiled_for), len(compiled_for)
+        if self._max_compiles is not None and count >= self._max_compiles:
+            raise DataError(
+                f"`{METHODS[mode]}` would be compiled once more than `max_compiles="
+                f"{self._max_compiles}` allows, for {here}. Compiled in this run for: "
+                f"{before or 'nothing'}. Give all batches one shape, e.g. by padding, and drop "
+                f"the remainder or allow one more compilation for it."
+            )
+        if count >= 2:
+            warnings.warn(
+                f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
+                f"time costs as much as the first. Give all batches one shape, e.g. by padding "
+                f"to a few fixed lengths; `max_compiles=` makes one too many an error.",
+                stacklevel=2,
+            )
+        compiled_for.append(here)
+
+    def _trace(self, arrays: list[Any], kind: Kind) -> Traced:
         before = fingerprint(self.live.model)
-        yield
+        traced = trace(self._step, self.live, arrays, kind, donate=self.donate)
+        self._traces[kind] = traced
         # What the trace itself changed, such as a counter of traces, makes nothing stale.
         changed = differences(before, fingerprint(self.live.model))
         self.live.record.changed_by_traces |= changed
+        return traced
 
 
 def _setting(name: str) -> Any:
@@ -311,9 +391,11 @@ def _equals_one(value: Any, results: list[Any]) -> bool:
 
 def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
     """Forget the programs of a model whose Python side has changed since the last run."""
-    if record.fingerprint is not None and (
-        differences(record.fingerprint, current) - record.changed_by_traces
-    ):
+    changed = differences(record.fingerprint or {}, current) - record.changed_by_traces
+    if record.fingerprint is not None and changed:
+        names = sorted({f"`{name}`" for _, name in changed if name}) or ["its layers"]
+        modes = {key[0] for key in record.programs}
+        record.stale.update(dict.fromkeys(modes, ", ".join(names[:5])))
         record.programs.clear()
         record.changed_by_traces.clear()
     record.fingerprint = current
