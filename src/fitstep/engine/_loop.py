@@ -208,7 +208,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
             wanted = _wanted(run, runner, begun + run.stride - step) if together else 1
             width = runner.room(kind, wanted)
             if step == 0:
-                runner.explain(kind, min(width, wanted), _limit(run, hooks, wanted))
+                runner.explain(kind, wanted, _limit(run, hooks, wanted))
             chunk = feed.draw(min(wanted, runner.most(kind, width)), width)
             # 3. Their steps.
             done = runner.execute(chunk, halt=hooks.halts)

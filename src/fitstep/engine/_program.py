@@ -105,12 +105,14 @@ def compile_loop(traced: Traced, width: int) -> Program:
             lambda one: jnp.zeros((width, *one.shape), one.dtype), traced.results[1]
         )
 
+        def batch_at(i: Any) -> list[Any]:
+            return [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for leaf in stack]
+
         def body(carry: Any) -> Any:
-            i, _, changing, means, results = carry
+            i, _, batch, changing, means, results = carry
             inputs = list(arrays)
             for place, array in zip(written, changing, strict=True):
                 inputs[place] = array
-            batch = [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for leaf in stack]
             flat = step(*[inputs[p] for p in given_up], *[inputs[p] for p in kept], *batch)
             new, result, _ = jax.tree.unflatten(outputs, flat)
             if extras:
@@ -125,10 +127,13 @@ def compile_loop(traced: Traced, width: int) -> Program:
                 jax.lax.convert_element_type(array, arrays[place].dtype)
                 for place, array in zip(written, new, strict=True)
             )
-            return i + 1, jnp.asarray(going_on), new, means, results
+            # The next batch is taken out here, so that the step finds its own in memory, as it
+            # does alone. Where taking it out is fused into a sum, the sum has other bits.
+            return i + 1, jnp.asarray(going_on), batch_at(i + 1), new, means, results
 
-        start = (jnp.int32(0), jnp.asarray(True), tuple(arrays[p] for p in written), means, results)
-        made, _, new, means, results = jax.lax.while_loop(
+        changing = tuple(arrays[place] for place in written)
+        start = (jnp.int32(0), jnp.asarray(True), batch_at(0), changing, means, results)
+        made, _, _, new, means, results = jax.lax.while_loop(
             lambda carry: (carry[0] < count) & carry[1], body, start
         )
         last = None

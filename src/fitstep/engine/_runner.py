@@ -151,22 +151,21 @@ class Runner:
             return "`donate=False` keeps the state before every step"
         return ""
 
-    def explain(self, kind: Kind, width: int, other: str) -> None:
+    def explain(self, kind: Kind, wanted: int, other: str) -> None:
         """Note for people to read how many steps share an execution, and why not more.
 
         Args:
-            other: a reason from outside, if there is one.
+            wanted: as `room` was asked for.
+            other: why the loop wants no more; empty if it would take any number.
         """
-        programs = self._programs_of_kind(kind)
+        width, programs = self.room(kind, wanted), self._programs_of_kind(kind)
         reason = self.obstacle() or programs.alone or other
-        if not reason:
-            reason = f"{MOST_STEPS} have all of the gain"
-            if width < MOST_STEPS:
-                reason = (
-                    f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
-                )
-        mode = self.live.mode
-        self.live.record.choices[mode] = _facts.Choice(mode, width, reason)
+        if not self.obstacle() and not programs.alone and width < wanted:
+            reason = f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
+        choice = _facts.Choice(
+            self.live.mode, min(width, wanted), reason or f"{MOST_STEPS} have all of the gain"
+        )
+        self.live.record.choices[self.live.mode] = choice
 
     def most(self, kind: Kind, width: int) -> int:
         """How many of the stacked batches to run in one execution, for it not to take long."""

@@ -1,0 +1,388 @@
+"""Many steps in one execution: the same bits as one at a time, and callbacks that can't tell."""
+
+import gc
+import weakref
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import fitstep as fs
+from fitstep.engine import _loop, _runner
+
+ROWS = 32 * 8 + 5  # a remainder for every K below, and a partial batch
+
+
+@pytest.fixture
+def steps_together(monkeypatch):
+    """Sets how many steps share an execution."""
+
+    def force(count):
+        for module in (_runner, _loop):
+            monkeypatch.setattr(module, "MOST_STEPS", count)
+
+    return force
+
+
+def _dense():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, "relu"),
+            layers.Dense(8, "gelu", kernel_regularizer="l2"),
+            layers.Dense(1),
+        ]
+    )
+
+
+def _normalised():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Activation("silu"),
+            layers.LayerNormalization(),
+            layers.Dropout(0.3),
+            layers.GaussianNoise(0.1),
+            layers.Dense(1),
+        ]
+    )
+
+
+def _recurrent(cell):
+    return lambda: keras.Sequential(
+        [keras.Input((6,)), layers.Reshape((3, 2)), cell(5, dropout=0.2), layers.Dense(1)]
+    )
+
+
+def _attention():
+    inputs = keras.Input((6,))
+    x = layers.Dense(8)(layers.Reshape((3, 2))(inputs))
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, dropout=0.1)(x, x))
+    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _two_outputs():
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "tanh")(inputs)
+    return keras.Model(inputs, {"a": layers.Dense(1)(x), "b": layers.Dense(1, "sigmoid")(x)})
+
+
+class _OwnStep(keras.Sequential):
+    """The step of Keras's guide, with a log that is no metric."""
+
+    def train_step(self, state, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss_of(trainable, non_trainable):
+            outputs, updated = self.stateless_call(trainable, non_trainable, x, training=True)
+            return self.compute_loss(x, y, outputs, weight), (outputs, updated)
+
+        trainable, non_trainable, optimizer, metrics = state
+        (loss, (outputs, non_trainable)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable, non_trainable
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        logs, new_metrics = {}, []
+        start = 0
+        for metric in self.metrics:
+            end = start + len(metric.variables)
+            own = metrics[start:end]
+            if metric.name == "loss":
+                own = metric.stateless_update_state(own, loss)
+            else:
+                own = metric.stateless_update_state(own, y, outputs)
+            logs[metric.name] = metric.stateless_result(own)
+            new_metrics += own
+            start = end
+        return logs | {"norm": jax.numpy.sqrt(sum((g**2).sum() for g in gradients))}, (
+            trainable,
+            non_trainable,
+            optimizer,
+            new_metrics,
+        )
+
+
+MODELS = {
+    "dense": _dense,
+    "normalised": _normalised,
+    "lstm": _recurrent(layers.LSTM),
+    "gru": _recurrent(layers.GRU),
+    "attention": _attention,
+    "two outputs": _two_outputs,
+    "own step": lambda: _OwnStep([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)]),
+}
+
+
+def _trained(build, **options):
+    keras.utils.set_random_seed(3)
+    model = build()
+    two = len(model.outputs) == 2
+    loss = {"a": "mse", "b": "binary_crossentropy"} if two else "mse"
+    metrics = {"a": ["mae"], "b": [keras.metrics.AUC(name="auc")]} if two else ["mae"]
+    if not two and not isinstance(model, _OwnStep):
+        metrics.append(keras.metrics.RootMeanSquaredError())
+    model.compile(keras.optimizers.AdamW(1e-3, use_ema=True), loss, metrics=metrics)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(ROWS, 6)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
+    weight = generator.uniform(size=ROWS).astype("float32")
+    y = {"a": x[:, 1:2], "b": y} if two else y
+    held_out = (x[:70], {k: v[:70] for k, v in y.items()} if two else y[:70])
+    history = fs.fit(
+        model,
+        x,
+        y,
+        sample_weight=None if isinstance(model, _OwnStep) else weight,
+        epochs=3,
+        verbose=0,
+        validation_data=held_out,
+        **options,
+    ).history
+    predicted = jax.tree.leaves(fs.predict(model, x, verbose=0))
+    arrays = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    return history, [*arrays, *predicted]
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time():
+    """What the models become with one step in an execution; computed once."""
+    kept: dict = {}
+
+    def reference(name, **options):
+        if name not in kept:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_loop, "MOST_STEPS", 1)
+                kept[name] = _trained(MODELS[name], **options)
+        return kept[name]
+
+    return reference
+
+
+def _assert_same_bits(ours, reference):
+    assert ours[0] == reference[0]
+    for a, b in zip(ours[1], reference[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("equal_programs_compiled_once")
+@pytest.mark.parametrize("count", [2, 7, 16, None])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_number_of_steps_in_an_execution_gives_the_same_bits(
+    name, count, one_at_a_time, steps_together
+):
+    """History, weights, optimizer and predictions, with remainders, a partial batch and shuffling."""
+    if count is not None:
+        steps_together(count)
+    _assert_same_bits(_trained(MODELS[name]), one_at_a_time(name))
+
+
+@pytest.mark.parametrize("name", ["dense", "normalised", "own step"])
+def test_the_same_bits_on_four_devices(name, steps_together):
+    """Under `DataParallel`, whose devices share each batch's rows."""
+    devices = keras.distribution.list_devices()[:4]
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    steps_together(1)
+    reference = _trained(MODELS[name])
+    steps_together(7)
+    _assert_same_bits(_trained(MODELS[name]), reference)
+
+
+@pytest.mark.parametrize("stride", [2, 7, 16, 100])
+def test_a_number_of_steps_between_the_calls_changes_no_bit(stride, one_at_a_time):
+    """`steps_per_execution` sets how often callbacks hear, and nothing else."""
+    ours = _trained(MODELS["normalised"], steps_per_execution=stride)
+    _assert_same_bits(ours, one_at_a_time("normalised"))
+
+
+def test_a_convolution_on_a_cpu_runs_alone_and_keeps_its_bits(monkeypatch):
+    """Its steps are not put into a loop, whatever is asked for; the loss is that of one at a time."""
+
+    def fitted(**options):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((8, 8, 1)), layers.Conv2D(2, 3), layers.Flatten(), layers.Dense(1)]
+        )
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(70, 8, 8, 1)).astype("float32")
+        return model, fs.fit(model, x, x[:, 0, 0], verbose=0, batch_size=4, **options).history
+
+    _, reference = fitted()
+    for stride in (4, 16):
+        model, history = fitted(steps_per_execution=stride)
+        assert history == reference
+        assert {one.steps for one in fs.explain(model).programs} == {1}
+        assert "convolution" in fs.explain(model).choices[0].reason
+    keras.utils.set_random_seed(1)
+
+
+class Hears(keras.callbacks.Callback):
+    """Notes the batch hooks; `async_safe` allows steps to run ahead."""
+
+    def __init__(self, *, reads_only):
+        super().__init__()
+        self.async_safe = reads_only
+        self.heard = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.heard.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.heard.append(("end", batch, logs))
+
+
+def _fit_dense(*callbacks, rows=ROWS, **options):
+    keras.utils.set_random_seed(2)
+    model = _dense()
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
+    y = options.pop("y", x[:, :1])
+    history = fs.fit(model, x, y, callbacks=list(callbacks), verbose=0, **options)
+    return model, history
+
+
+def test_callbacks_hear_every_step_with_its_own_logs():
+    """Those that only read logs get the same calls as those for which each step waits."""
+    waited_for, ran_ahead = Hears(reads_only=False), Hears(reads_only=True)
+    alone, _ = _fit_dense(waited_for, epochs=2)
+    together, _ = _fit_dense(ran_ahead, epochs=2)
+    assert ran_ahead.heard == waited_for.heard
+    assert fs.explain(alone).choices[0].steps == 1
+    assert "Hears has its own on_train_batch_begin" in fs.explain(alone).choices[0].reason
+    assert fs.explain(together).choices[0].steps > 1
+
+
+@pytest.mark.parametrize(
+    ("callback", "together"),
+    [
+        (lambda folder: keras.callbacks.ModelCheckpoint(f"{folder}/a.keras"), True),
+        (lambda folder: keras.callbacks.ModelCheckpoint(f"{folder}/a.keras", save_freq=3), False),
+        (lambda folder: keras.callbacks.BackupAndRestore(f"{folder}/b"), True),
+        (lambda folder: keras.callbacks.CSVLogger(f"{folder}/log.csv"), True),
+        (lambda folder: keras.callbacks.TerminateOnNaN(), True),
+        (lambda folder: keras.callbacks.EarlyStopping("loss"), True),
+        (lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1), True),
+        (
+            lambda folder: keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: None),
+            False,
+        ),
+        (lambda folder: type("Mine", (keras.callbacks.ModelCheckpoint,), {
+            "on_train_batch_end": lambda self, batch, logs=None: None})(f"{folder}/c.keras"), False),
+        (lambda folder: type("Stops", (keras.callbacks.TerminateOnNaN,), {
+            "on_batch_end": lambda self, batch, logs=None: None})(), False),
+    ],
+)  # fmt: skip
+def test_which_callbacks_let_steps_share_an_execution(callback, together, tmp_path):
+    """Keras's own that act at epochs do; whoever acts after a batch does not."""
+    model, _ = _fit_dense(callback(tmp_path))
+    assert (fs.explain(model).choices[0].steps > 1) == together
+
+
+def test_training_stops_right_after_the_step_that_is_not_finite():
+    """`TerminateOnNaN`: as many steps as Keras makes, not those that were dispatched with them."""
+
+    def fit(run):
+        keras.utils.set_random_seed(2)
+        model = _dense()
+        model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(32 * 40, 6)).astype("float32")
+        y = x[:, :1].copy()
+        y[32 * 21 + 3] = np.nan
+        options = {"shuffle": False, "verbose": 0, "epochs": 3}
+        run(model, x, y, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
+        return model
+
+    stock = fit(lambda model, *args, **kwargs: model.fit(*args, **kwargs))
+    ours = fit(fs.fit)
+    assert int(stock.optimizer.iterations) == 22
+    assert int(ours.optimizer.iterations) == 22
+    assert len(ours.history.history.get("loss", [])) == len(stock.history.history.get("loss", []))
+    assert fs.explain(ours).choices[0].steps == 16
+
+
+def test_without_that_callback_training_goes_on_after_a_nan_as_in_keras():
+    """All 40 steps are made, whatever the loss."""
+    y = np.full((32 * 40, 1), np.nan, "float32")
+    model, _ = _fit_dense(rows=32 * 40, y=y)
+    assert int(model.optimizer.iterations) == 40
+
+
+def test_one_trace_serves_one_step_and_many():
+    """A fit that waits for each step after one that does not runs no Python of the model's again."""
+    calls = []
+
+    class Noted(keras.Sequential):
+        def train_step(self, state, data):
+            calls.append(data[0].shape)
+            return super().train_step(state, data)
+
+    model = Noted([keras.Input((6,)), layers.Dense(4, "relu"), layers.Dense(1)])
+    model.compile("adam", "mse")
+    x = np.ones((64, 6), "float32")
+    fs.fit(model, x, x[:, :1], verbose=0)
+    assert len(calls) == 1
+    fs.fit(model, x, x[:, :1], verbose=0, callbacks=[Hears(reads_only=False)])
+    fs.fit(model, x, x[:, :1], verbose=0, steps_per_execution=2)
+    assert len(calls) == 1
+    assert [one.steps for one in fs.explain(model).programs] == [16, 1]
+
+
+def test_a_kept_trace_does_not_keep_the_model():
+    """Custom gradients and callbacks in the step refer to the model; it goes all the same."""
+
+    class Scales(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = 2.0
+
+        def call(self, x):
+            @keras.ops.custom_gradient
+            def scaled(x):
+                return x, lambda *args, upstream: self.scale * upstream
+
+            return scaled(x)
+
+    model = keras.Sequential([keras.Input((6,)), Scales(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((64, 6), "float32")
+    fs.fit(model, x, x[:, :1], verbose=0)
+    fs.predict(model, x, verbose=0)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_large_batches_are_stacked_less_and_huge_ones_not_at_all():
+    """A stack stays below 32 MiB: 10 MiB a batch leave room for three, 40 MiB for none."""
+    for mebibytes, steps in ((10, 3), (40, 1)):
+        model = keras.Sequential([keras.Input((mebibytes * 2**18 // 4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        x = np.zeros((16, mebibytes * 2**18 // 4), "float32")
+        fs.fit(model, x, np.zeros((16, 1), "float32"), batch_size=4, verbose=0, donate=True)
+        assert fs.explain(model).choices[0].steps == steps
+        assert "MiB" in fs.explain(model).choices[0].reason
+
+
+def test_a_step_that_takes_long_shares_its_execution_with_few(monkeypatch):
+    """Executions stay under a tenth of a second, for Ctrl-C and progress bars; no bit changes."""
+    counts = []
+    execute = _runner.Runner.execute
+
+    def noted(self, chunk, **options):
+        counts.append(chunk.count)
+        return execute(self, chunk, **options)
+
+    monkeypatch.setattr(_runner.Runner, "execute", noted)
+    monkeypatch.setattr(_runner, "LONGEST", 0.0)
+    slow, _ = _fit_dense(rows=32 * 40)
+    assert counts == [16, *[1] * 24]
+    monkeypatch.setattr(_runner, "LONGEST", 1e9)
+    counts.clear()
+    fast, _ = _fit_dense(rows=32 * 40)
+    assert counts == [16, 16, 8]
+    for a, b in zip(slow.get_weights(), fast.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
