@@ -4,6 +4,8 @@
 #
 #   PYTHON=python3.12   another interpreter, when .venv is created
 #   ARGS="-k sam -x"    more arguments for the command behind demo, test, soak, bench, conformance
+#                       (bench: names of benchmarks, --pairs N)
+#   FITSTEP_TORCH_PYTHON=/path/to/python   has torch, maybe lightning, to be benchmarked beside
 
 PYTHON ?= python3
 ARGS ?=
@@ -22,7 +24,7 @@ help:
 	@echo "make types        pyright"
 	@echo "make conformance  Keras's own tests on fitstep's trainer"
 	@echo "make soak         a thousand real interrupts of each model"
-	@echo "make bench        the benchmarks"
+	@echo "make bench        the benchmarks, a quarter of an hour on an idle machine"
 	@echo "make matrix       the tests on the newest Python, Keras, JAX, and on Keras's nightly build"
 	@echo "make clean        remove all that was built, the environments too"
 	@echo

@@ -5,19 +5,12 @@ from collections.abc import Callable
 
 import keras
 
-import fitstep as fs
-from benchmarks.models import Case, cases
-from benchmarks.timing import interleaved, ratio
+from benchmarks.models import bounded_cases
+from benchmarks.steps import with_engine
+from fitstep.cli._cases import Case
+from fitstep.records._timings import interleaved, ratio
 
-PAIRS = 15
-
-
-def with_engine(case: Case) -> keras.Model:
-    """The case's model, as a model that has fitstep's engine behind its own methods."""
-    model = case.build()
-    ours = fs.Model(model.inputs, model.outputs)
-    ours.compile("adam", model.loss)
-    return ours
+KINDS = ("MLP 2x64", "CNN", "20 x", "Transformer")
 
 
 def calls(model: keras.Model, case: Case) -> dict[str, Callable[[], object]]:
@@ -30,18 +23,20 @@ def calls(model: keras.Model, case: Case) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
+def main(pairs: int) -> None:
     print("| model | call | stock | fitstep | ratio |")
     print("|---|---|---|---|---|")
-    for case in cases():
+    for case in (bounds.case for bounds in bounded_cases()):
+        if not case.name.startswith(KINDS):
+            continue
         stock, ours = calls(case.build(), case), calls(with_engine(case), case)
         for name in stock:
-            seconds = interleaved({"stock": stock[name], "ours": ours[name]}, PAIRS)
+            seconds = interleaved({"stock": stock[name], "ours": ours[name]}, pairs)
             cells = [
                 case.name,
                 name,
                 f"{statistics.median(seconds['stock']) * 1e3:.1f}",
                 f"{statistics.median(seconds['ours']) * 1e3:.1f}",
-                ratio(seconds["ours"], seconds["stock"]),
+                str(ratio(seconds["ours"], seconds["stock"])),
             ]
             print(f"| {' | '.join(cells)} |", flush=True)

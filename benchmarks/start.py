@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-PAIRS = 7
+TURNS = 7  # at most: a process takes seconds
 
 
 def _seconds(*command: str) -> float:
@@ -14,7 +14,7 @@ def _seconds(*command: str) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(pairs: int) -> None:
     programs = {
         "import keras": ("-c", "import keras"),
         "import fitstep, keras": ("-c", "import fitstep, keras; fitstep.fit"),
@@ -22,7 +22,7 @@ def main() -> None:
         "python -c pass": ("-c", "pass"),
     }
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(PAIRS):
+    for _ in range(min(pairs, TURNS)):
         for name, command in programs.items():
             taken[name].append(_seconds(*command))
     for name, seconds in taken.items():

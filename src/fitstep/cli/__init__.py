@@ -14,7 +14,10 @@ from typing import NoReturn
 from fitstep import __version__
 from fitstep.cli._flags import UsageError
 
-COMMANDS = {"train": "train an experiment: a Python file or a built-in one"}
+COMMANDS = {
+    "train": "train an experiment: a Python file or a built-in one",
+    "bench": "time fs.fit beside stock fit on this machine, with your model if you like",
+}
 USAGE, INTERRUPTED = 2, 130  # exit codes; 1 is an exception of the user's own code
 
 
@@ -31,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fitstep.cli import _train
 
             return _train.command(arguments[1:])
+        if arguments[:1] == ["bench"]:
+            from fitstep.cli import _bench
+
+            return _bench.command(arguments[1:])
         return _without_command(arguments)
     except UsageError as error:
         print(f"fitstep: error: {error}", file=sys.stderr)

@@ -88,7 +88,7 @@ def load(path: Path) -> Experiment:
         ExperimentError: if something is missing. Whatever the file itself raises passes through.
     """
     source = path.read_bytes()
-    module = _import_built_in(path) if path.parent == experiments.FOLDER else _execute(path, source)
+    module = _import_built_in(path) if path.parent == experiments.FOLDER else execute(path, source)
     config_class, build = _config_class(module, path), _function(module, "build", path)
     report = _function(module, "report", path) if "report" in vars(module) else None
     about = (module.__doc__ or "").strip().partition("\n")[0]
@@ -116,7 +116,7 @@ def _needs(path: Path, package: str) -> str:
     )
 
 
-def _execute(path: Path, source: bytes) -> ModuleType:
+def execute(path: Path, source: bytes) -> ModuleType:
     """Run a file as a module, with its folder on `sys.path`, as `python FILE` would."""
     # A name of its own: a file called keras.py must not stand in for Keras in `sys.modules`,
     # and dataclasses look their module up there.

@@ -26,8 +26,11 @@ class Console(Protocol):
         """Print a sentence."""
         ...
 
-    def begin(self, name: str, number: int, count: int, epochs: int) -> None:
-        """Run `name` begins, the `number`th of `count`, with at most `epochs` epochs."""
+    def begin(self, name: str, number: int, count: int, epochs: int, unit: str = "epoch") -> None:
+        """Run `name` begins, the `number`th of `count`, with at most `epochs` epochs.
+
+        `unit` is another word for what is counted.
+        """
         ...
 
     def epoch(self, number: int, logs: Mapping[str, Any]) -> None:
@@ -63,6 +66,7 @@ class PlainConsole:
         self._clock = clock
         self._run = ""
         self._epochs = 0
+        self._unit = ""
         self._last_line = -math.inf
 
     def __enter__(self) -> Self:
@@ -82,14 +86,14 @@ class PlainConsole:
             self._stream = None
             _point_at_nothing(sys.stdout)
 
-    def begin(self, name: str, number: int, count: int, epochs: int) -> None:
-        self._run, self._epochs = name, epochs
+    def begin(self, name: str, number: int, count: int, epochs: int, unit: str = "epoch") -> None:
+        self._run, self._epochs, self._unit = name, epochs, unit
         self._last_line = -math.inf
 
     def epoch(self, number: int, logs: Mapping[str, Any]) -> None:
         if self._clock() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = self._clock()
-            self.say(f"{self._run}  epoch {number}/{self._epochs}  {figures(logs)}")
+            self.say(f"{self._run}  {self._unit} {number}/{self._epochs}  {figures(logs)}")
 
     def end(self, text: str) -> None:
         self.say(text)
@@ -143,7 +147,8 @@ class LiveConsole:
     def say(self, text: str) -> None:
         self._quietly(self._console.print, text)
 
-    def begin(self, name: str, number: int, count: int, epochs: int) -> None:
+    def begin(self, name: str, number: int, count: int, epochs: int, unit: str = "epoch") -> None:
+        del unit  # a bar shows no word for it
         if count > 1 and self._runs is None:
             self._runs = self._progress.add_task("runs", total=count, figures="")
         if self._epochs is not None:
