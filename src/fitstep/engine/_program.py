@@ -13,6 +13,7 @@ import keras
 from jax.extend.core import jaxpr_as_fun
 from keras import tree
 
+from fitstep import _cache
 from fitstep._errors import StateError
 from fitstep._keras import _trainer
 from fitstep._returned import check_logs, check_scalars
@@ -235,6 +236,7 @@ def compile_step(trace: Trace, *, checked: bool) -> Program:
         checked: whether JAX is to look for NaN in the results, which it does for functions that
             it compiles itself, running them again op by op to find the place.
     """
+    _cache.ensure()
     given, left, batch = trace.inputs
     extras = trace.extras()
     layout = (trace.given_up, trace.kept, trace.written, extras)
