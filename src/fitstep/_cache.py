@@ -121,8 +121,8 @@ def users_choice() -> Status | None:
     """What the user has set, or `None` where fitstep is free to choose."""
     import jax
 
-    if os.environ.get(VARIABLE, "").strip().lower() in ("0", "false", "no", "off"):
-        return Status(False, None, f"{VARIABLE}={os.environ[VARIABLE]}")
+    if (switch := os.environ.get(VARIABLE, "").strip()).lower() in ("0", "false", "no", "off"):
+        return Status(False, None, f"{VARIABLE}={switch}")
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return Status(False, None, "jax_enable_compilation_cache is off")
     if not hasattr(jax.config, _DIRECTORY):

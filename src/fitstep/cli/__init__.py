@@ -14,14 +14,17 @@ from typing import NoReturn
 from fitstep import __version__
 from fitstep.cli._flags import UsageError
 
-COMMANDS = {"train": "train an experiment: a Python file or a built-in one"}
+COMMANDS = {
+    "train": "train an experiment: a Python file or a built-in one",
+    "doctor": "say what training would run on here, and what is wrong",
+}
 USAGE, INTERRUPTED = 2, 130  # exit codes; 1 is an exception of the user's own code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the user's own code raised. 2: the command line, the experiment file or the
+    0: done. 1: the user's own code raised, or `doctor` found a problem. 2: the command line, the experiment file or the
     output folder is wrong, found before any training. 3: trained, but not all of it could be
     kept. 130: Ctrl-C (143: SIGTERM).
     """
@@ -31,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fitstep.cli import _train
 
             return _train.command(arguments[1:])
+        if arguments[:1] == ["doctor"]:
+            from fitstep.cli import _doctor
+
+            return _doctor.command(arguments[1:])
         return _without_command(arguments)
     except UsageError as error:
         print(f"fitstep: error: {error}", file=sys.stderr)
