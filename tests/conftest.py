@@ -5,6 +5,8 @@ import signal
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nothing that a test does depends on an earlier run, or stays in the user's folders.
+os.environ["FITSTEP_CACHE"] = "0"
 
 import jax
 import keras

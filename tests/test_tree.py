@@ -12,6 +12,8 @@ SOURCE = Path(fitstep.__file__).parent
 ORDER = [
     "_errors",
     "_backend",
+    "_cache_folder",
+    "_cache",
     "_keras",
     "_state",
     "_returned",

@@ -122,3 +122,63 @@ def test_a_backend_that_does_not_exist_is_named(tmp_path):
     said = caught(tmp_path, KERAS_BACKEND="jaxx")
     assert said.startswith("True True True\n")
     assert "jaxx" in said
+
+
+# --- `fitstep doctor` ---------------------------------------------------------------------------
+
+
+def doctor(home, **environment):
+    """What the doctor says in a user's shell, and its exit code."""
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    env |= {"HOME": str(home), **environment}
+    command = [sys.executable, "-m", "fitstep", "doctor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100 + len(str(home))
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow", "numpy", "jaxx"])
+def test_the_doctor_names_another_backend_and_the_line_that_mends_it(tmp_path, backend):
+    """Installed or not, it does not crash: it says what asks for it, and what to do."""
+    code, said = doctor(tmp_path, KERAS_BACKEND=backend, JAX_PLATFORMS="cpu")
+    assert code == 1
+    last = said.splitlines()[-1]
+    assert f"KERAS_BACKEND={backend}" in last
+    assert last.endswith("export KERAS_BACKEND=jax")
+    assert "JAX backend    cpu" in said
+
+
+def test_the_doctor_says_what_keras_s_own_file_means_for_whom(tmp_path):
+    """It is no problem for fitstep, which is told; Keras imported first takes what stands there."""
+    file = keras_config(tmp_path, "tensorflow")
+    code, said = doctor(tmp_path, JAX_PLATFORMS="cpu")
+    said = " ".join(said.split())
+    assert code == 0
+    assert f"{file} asks for tensorflow" in said
+    assert "export KERAS_BACKEND=jax" in said
+
+
+def with_nvidia_smi(folder):
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 580.65.06'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return os.pathsep.join([str(folder), os.environ["PATH"]])
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({}, 'pip install "jax[cuda13]"'),
+        ({"JAX_PLATFORMS": "cpu"}, "unset JAX_PLATFORMS"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "unset CUDA_VISIBLE_DEVICES"),
+        ({"JAX_PLATFORMS": "cuda"}, 'pip install "jax[cuda13]"'),
+    ],
+    ids=["no plugin", "told to", "hidden", "does not start"],
+)
+def test_the_doctor_finds_a_gpu_that_is_not_used(tmp_path, environment, line):
+    """A GPU that JAX does not run on is a problem, and each cause of it has its own line."""
+    code, said = doctor(tmp_path, PATH=with_nvidia_smi(tmp_path), **environment)
+    assert code == 1
+    assert said.splitlines()[-1].endswith(line)
+    assert "NVIDIA H200" in said

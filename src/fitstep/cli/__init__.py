@@ -17,6 +17,7 @@ from fitstep.cli._flags import UsageError
 COMMANDS = {
     "train": "train an experiment: a Python file or a built-in one",
     "bench": "time fs.fit beside stock fit on this machine, with your model if you like",
+    "doctor": "say what training would run on here, and what is wrong",
 }
 USAGE, INTERRUPTED = 2, 130  # exit codes; 1 is an exception of the user's own code
 
@@ -24,7 +25,7 @@ USAGE, INTERRUPTED = 2, 130  # exit codes; 1 is an exception of the user's own c
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the user's own code raised. 2: the command line, the experiment file or the
+    0: done. 1: the user's own code raised, or `doctor` found a problem. 2: the command line, the experiment file or the
     output folder is wrong, found before any training. 3: trained, but not all of it could be
     kept. 130: Ctrl-C (143: SIGTERM).
     """
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fitstep.cli import _bench
 
             return _bench.command(arguments[1:])
+        if arguments[:1] == ["doctor"]:
+            from fitstep.cli import _doctor
+
+            return _doctor.command(arguments[1:])
         return _without_command(arguments)
     except UsageError as error:
         print(f"fitstep: error: {error}", file=sys.stderr)

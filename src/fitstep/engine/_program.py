@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 from jax.extend.core import jaxpr_as_fun
 
+from fitstep import _cache
 from fitstep._keras import _data
 from fitstep._state import METHODS
 from fitstep.engine import _means
@@ -56,6 +57,7 @@ def compile_step(traced: Traced, *, checked: bool = False) -> Program:
         checked: whether JAX is to look for NaN in the results, which it does for functions that
             it compiles itself, running them again op by op to find the place.
     """
+    _cache.ensure()
     given, left, batch = traced.inputs
     extras, rows = traced.extras, traced.rows
     distributed = keras.distribution.distribution() is not None
@@ -92,6 +94,7 @@ def compile_loop(traced: Traced, width: int) -> Program:
     The number of steps is an input, so that a remainder needs no program of its own. The results
     have the same bits as one step after another.
     """
+    _cache.ensure()
     given, left, _ = traced.inputs
     extras, rows = traced.extras, traced.rows
     step, outputs = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.results)

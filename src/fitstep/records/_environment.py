@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "packages": {package: _version(package) for package in PACKAGES},
+        "packages": {package: version_of(package) for package in PACKAGES},
         "keras_backend": keras.backend.backend(),
         "floatx": keras.backend.floatx(),
         "dtype_policy": keras.config.dtype_policy().name,
@@ -29,7 +29,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package, or `None` if it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:  # run from a source tree, or vendored
