@@ -42,7 +42,7 @@ class BatchHooks:
     def __init__(self, callbacks: Any, mode: str):
         begin, end = f"on_{mode}_batch_begin", f"on_{mode}_batch_end"
         self._begin, self._end = getattr(callbacks, begin), getattr(callbacks, end)
-        self._waiting: deque[tuple[int, Any, int | None]] = deque()
+        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
         self.begins = self.ends = True
         self.halts = self._late = False
         self.obstacle: str | None = f"{type(callbacks).__name__} is no list of Keras's own"
@@ -70,42 +70,39 @@ class BatchHooks:
         """A step begins."""
         self._begin(step)
 
-    def end(self, step: int, logs: Any) -> None:
-        """A step has ended."""
-        if not self._late:
+    def end(self, step: int, logs: Any, *, with_begin: bool = False) -> None:
+        """A step has ended; with `with_begin` nobody was told yet that it began."""
+
+        def call() -> None:
+            if with_begin and self.begins:
+                self._begin(step)
             self._end(step, logs)
-            return
-        self._wait(step, logs, None)
+
+        self._call(logs, call)
 
     def replay(self, first: int, stacked: Any, count: int) -> None:
         """Several steps were made in one execution; `stacked` are their logs, in one array each."""
-        if not self._late:
-            self._replay(first, stacked, count)
-            return
-        self._wait(first, stacked, count)
+
+        def call() -> None:
+            arrays = tree.map_structure(np.asarray, stacked)
+            for i in range(count):
+                if self.begins:
+                    self._begin(first + i)
+                self._end(first + i, tree.map_structure(lambda array, i=i: array[i], arrays))
+
+        self._call(stacked, call)
 
     def flush(self) -> None:
         """Make all calls that wait."""
         while self._waiting:
-            self._call(*self._waiting.popleft())
+            self._waiting.popleft()[1]()
 
-    def _wait(self, *entry: Any) -> None:
-        self._waiting.append(entry)
-        while self._waiting and (len(self._waiting) > LAG or _is_computed(self._waiting[0][1])):
-            self._call(*self._waiting.popleft())
-
-    def _call(self, step: int, logs: Any, count: int | None) -> None:
-        if count is None:
-            self._end(step, logs)
-        else:
-            self._replay(step, logs, count)
-
-    def _replay(self, first: int, stacked: Any, count: int) -> None:
-        arrays = tree.map_structure(np.asarray, stacked)
-        for i in range(count):
-            if self.begins:
-                self._begin(first + i)
-            self._end(first + i, tree.map_structure(lambda array, i=i: array[i], arrays))
+    def _call(self, logs: Any, call: Callable[[], None]) -> None:
+        self._waiting.append((logs, call))
+        while self._waiting and (
+            not self._late or len(self._waiting) > LAG or _is_computed(self._waiting[0][0])
+        ):
+            self._waiting.popleft()[1]()
 
 
 def _listens(callback: Any, hook: str) -> bool:

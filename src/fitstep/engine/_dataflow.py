@@ -61,7 +61,7 @@ _ELEMENTWISE = frozenset(
     ]
 )
 _SUMS = frozenset({"add", "add_any", "convert_element_type", "copy", "sub"})
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _NO_CALLS = frozenset({"cond", "scan", "while"})
 
 
@@ -162,7 +162,7 @@ def _body(eqn: Any) -> Any:
     """The jaxpr that an equation calls with its own inputs and outputs, if it is a call."""
     if eqn.primitive.name in _NO_CALLS:
         return None
-    closed = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
+    closed = next((eqn.params[key] for key in BODIES if key in eqn.params), None)
     body: Any = getattr(closed, "jaxpr", closed)
     if not hasattr(body, "eqns") or len(body.invars) != len(eqn.invars):
         return None

@@ -1,5 +1,6 @@
 """The loops of training, evaluation and prediction: flat, in the order that Keras's have."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -272,7 +273,8 @@ def _tell(
         _call(runner, hooks.replay, begun, stacked, done.count)
     else:
         logs = {"outputs": joined(results)} if predicting else done.last
-        _call(runner, hooks.end, end - 1, logs)
+        told = stride > 1 or hooks.obstacle is not None
+        _call(runner, functools.partial(hooks.end, with_begin=not told), end - 1, logs)
 
 
 def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from jax.extend.core import jaxpr_as_fun
 
 from fitstep import _cache
 from fitstep._keras import _data
 from fitstep._state import METHODS
 from fitstep.engine import _means
-from fitstep.engine._trace import Traced, donated, placed
+from fitstep.engine._trace import Traced, donated, evaluated, placed
 
 
 class Program:
@@ -63,13 +62,13 @@ def compile_step(traced: Traced, *, checked: bool = False) -> Program:
     distributed = keras.distribution.distribution() is not None
     if traced.fresh and not (extras or distributed or checked):
         return Program(traced.fresh[0].lower().compile(), traced)
-    outputs, jaxpr = jax.tree.structure(traced.results), jaxpr_as_fun(traced.jaxpr)
+    outputs = jax.tree.structure(traced.results)
 
     def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
         if checked and traced.fresh:
             new, result, _ = traced.fresh[1](given, left, (), batch)
         else:  # the trace that is there already
-            flat = jaxpr(*jax.tree.leaves((given, left, batch)))
+            flat = evaluated(traced.jaxpr, jax.tree.leaves((given, left, batch)))
             new, result, _ = jax.tree.unflatten(outputs, flat)
         if extras:
             means = _means.updated_means(means, [result[name] for name in extras], rows)
@@ -97,7 +96,7 @@ def compile_loop(traced: Traced, width: int) -> Program:
     _cache.ensure()
     given, left, _ = traced.inputs
     extras, rows = traced.extras, traced.rows
-    step, outputs = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.results)
+    outputs = jax.tree.structure(traced.results)
     given_up, kept, written = traced.given_up, traced.kept, traced.written
     count_of_arrays = len(traced.arrays)
     has_loss = traced.mode == "train" and "loss" in traced.log_names
@@ -116,7 +115,8 @@ def compile_loop(traced: Traced, width: int) -> Program:
             inputs = list(arrays)
             for place, array in zip(written, changing, strict=True):
                 inputs[place] = array
-            flat = step(*[inputs[p] for p in given_up], *[inputs[p] for p in kept], *batch)
+            flat = [inputs[p] for p in given_up] + [inputs[p] for p in kept] + batch
+            flat = evaluated(traced.jaxpr, flat)
             new, result, _ = jax.tree.unflatten(outputs, flat)
             if extras:
                 means = _means.updated_means(means, [result[name] for name in extras], rows)

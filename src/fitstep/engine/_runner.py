@@ -3,6 +3,8 @@
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,6 @@ from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 MOST_STEPS = 16
 MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
-_CONVOLUTION = "a convolution, which a CPU runs 3 to 40 times slower within a loop"
 _USUAL = ("the first", "another batch")
 # Chunks above this size do not pile up while earlier ones run.
 SMALL = 2**20
@@ -207,7 +208,8 @@ class Runner:
         try:
             if program.width == 1:
                 made, stacked = 1, None
-                new, last, means = program.call(given, kept, self.means.running, chunk.leaves)
+                with self._looked_at():
+                    new, last, means = program.call(given, kept, self.means.running, chunk.leaves)
             else:
                 count, flag = np.int32(chunk.count), np.bool_(halt)
                 new, last, means, stacked, made = program.call(
@@ -225,6 +227,15 @@ class Runner:
             program.runs += 1
             if not self.snapshot:
                 live.snapshot = None
+        except Exception as error:
+            if chunk.count > 1:
+                first = self.steps + 1
+                error.add_note(
+                    f"fitstep: it is one of the steps {first} to {first + chunk.count - 1} of this "
+                    f"run, which share an execution; weights, optimizer and metrics are as before "
+                    f"them, 0 update(s) were taken back."
+                )
+            raise
         finally:
             hold.release()
         if measured:
@@ -234,6 +245,16 @@ class Runner:
         count = int(made) if halt else chunk.count
         self.steps += count
         return Executed(last, stacked, count)
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """JAX's settings for debugging, for this thread too: it may have lost sight of them."""
+        if not self.checked:
+            yield
+            return
+        nans, infs = _setting("jax_debug_nans"), _setting("jax_debug_infs")
+        with jax.debug_nans(nans), jax.debug_infs(infs):
+            yield
 
     def _limit_flight(self, chunk: Chunk) -> None:
         """Let few large chunks wait for their execution, each of which holds its memory."""
@@ -326,8 +347,7 @@ class Runner:
             self._check_compiles(kind)
             with self.hold.patiently():
                 traced = self._trace(arrays, kind)
-            on_cpu = jax.default_backend() == "cpu"
-            programs.alone = _CONVOLUTION if on_cpu and traced.holds("conv_general_dilated") else ""
+            programs.alone = _alone(traced)
             programs.traced = traced.without_model()
         return programs
 
@@ -360,7 +380,7 @@ class Runner:
                 f"{before or 'nothing'}. Give all batches one shape, e.g. by padding, and drop "
                 f"the remainder or allow one more compilation for it."
             )
-        if count >= 2:
+        if count >= 2 and cause in _USUAL:
             warnings.warn(
                 f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
                 f"time costs as much as the first. Give all batches one shape, e.g. by padding "
@@ -377,6 +397,15 @@ class Runner:
         changed = differences(before, fingerprint(self.live.model))
         self.live.record.changed_by_traces |= changed
         return traced
+
+
+def _alone(traced: Traced) -> str:
+    """Why steps like this one never share an execution, in words; empty if they may."""
+    if traced.holds("callback"):
+        return "a callback into Python, which is to find the model as its step leaves it"
+    if jax.default_backend() == "cpu" and traced.holds("conv_general_dilated"):
+        return "a convolution, which a CPU runs 3 to 40 times slower within a loop"
+    return ""
 
 
 def _setting(name: str) -> Any:

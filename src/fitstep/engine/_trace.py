@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.extend.core import Literal
 from keras import tree
 
 from fitstep._errors import StateError
 from fitstep._keras import _data, _trainer
 from fitstep._returned import check_logs, check_scalars
 from fitstep._state import METHODS
-from fitstep.engine._dataflow import Dataflow
+from fitstep.engine._dataflow import BODIES, Dataflow
 from fitstep.engine._feed import Kind
 from fitstep.engine._live import Live
 
@@ -26,8 +27,11 @@ from fitstep.engine._live import Live
 Step = Callable[..., tuple[Any, list[Any], set[int]]]
 
 
-# What JAX keeps functions of the user's in, which may refer to the model.
-_WITH_FUNCTIONS = ("custom_jvp_call", "custom_vjp_call", "callback")
+# What JAX keeps functions of the user's in, which may refer to the model. Rules of derivatives have
+# done their part once a step is traced.
+_RULES = ("custom_jvp_call", "custom_vjp_call")
+_WITH_FUNCTIONS = (*_RULES, "callback")
+_CALLS = ("jit", "pjit")
 # A trace with more constants than this is not kept.
 _MOST_CONSTANTS = 2**20
 
@@ -70,9 +74,15 @@ class Traced:
     def without_model(self) -> "Traced | None":
         """The same without what refers to the model, or None where that can't be told."""
         constants = sum(getattr(const, "nbytes", 0) for const in self.jaxpr.consts)
-        if constants > _MOST_CONSTANTS or self.holds(*_WITH_FUNCTIONS):
+        if constants > _MOST_CONSTANTS:
             return None
-        return dataclasses.replace(self, fresh=None)
+        kept = dataclasses.replace(self, fresh=None)
+        if kept.holds(*_RULES):
+            try:
+                kept = dataclasses.replace(kept, jaxpr=_without_rules(kept.jaxpr))
+            except Exception:  # noqa: BLE001 - an operation that cannot be taken over is traced again
+                return None
+        return None if kept.holds(*_WITH_FUNCTIONS) else kept
 
 
 def trace(step: Step, live: Live, arrays: list[Any], kind: Kind, *, donate: bool) -> Traced:
@@ -291,6 +301,38 @@ def _described(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding if placed else None
     )
+
+
+def _without_rules(closed: Any) -> Any:
+    """The same computation, in which what has a rule for its derivative has none any more."""
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: evaluated(closed, args))(*inputs)
+
+
+def evaluated(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """What a closed jaxpr computes; for a function that is being traced.
+
+    JAX's own `jaxpr_as_fun` keeps the rules of derivatives, and after it `jax_debug_nans` stays
+    silent in its thread (JAX 0.10).
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+    def value(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, [value(v) for v in equation.invars]
+        body = next((equation.params[k] for k in BODIES if k in equation.params), None)
+        if name in _RULES or (name in _CALLS and _holds(body.jaxpr, _RULES)):
+            results = evaluated(body, given)
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            with equation.ctx.manager:
+                results = equation.primitive.bind(*given, **params)
+            results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value(v) for v in jaxpr.outvars]
 
 
 def _holds(jaxpr: Any, primitives: Sequence[str]) -> bool:
