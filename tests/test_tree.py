@@ -12,6 +12,7 @@ SOURCE = Path(fitstep.__file__).parent
 ORDER = [
     "_errors",
     "_backend",
+    "data",
     "_keras",
     "_state",
     "_returned",

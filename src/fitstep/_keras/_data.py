@@ -26,6 +26,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from fitstep._errors import DataError
+from fitstep.data._tables import as_arrays
 
 
 def global_seed() -> int | None:
@@ -35,10 +36,11 @@ def global_seed() -> int | None:
 
 def split(arrays: Any, validation_split: float) -> tuple[Any, Any]:
     """The last rows for validation, as Keras's `validation_split` takes them."""
-    return train_validation_split(arrays, validation_split=validation_split)
+    return train_validation_split(as_arrays(arrays), validation_split=validation_split)
 
 
 def class_weights_as_sample_weights(y: Any, class_weight: Any) -> Any:
+    (y,) = as_arrays((y,), ("y",))
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
@@ -151,7 +153,7 @@ def _checked_tuple(batch: Any) -> tuple[Any, ...]:
             "A generator must yield tuples: (x,), (x, y) or (x, y, sample_weight). "
             f"Received: {batch!r:.80} of type {type(batch).__name__}."
         )
-    return batch
+    return as_arrays(batch)
 
 
 class CopiedBatches(DataAdapter):
@@ -240,6 +242,7 @@ def batches(
     """
     if isinstance(x, Batches):
         return x
+    x, y, sample_weight = as_arrays((x, y, sample_weight))
     for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
         if count is not None and count < (1 if name == "batch_size" else 0):
             raise ValueError(f"{name} must be >= 1. Received: {count}.")
@@ -282,7 +285,7 @@ def batches(
 
 def on_devices(batch: Any) -> Any:
     """One batch of the user's, in memory of its own, distributed as Keras distributes it."""
-    batch = tree.map_structure(_as_array, batch)
+    batch = tree.map_structure(_as_array, as_arrays(batch))
     if keras.distribution.distribution() is None:
         return batch
     from keras.src.backend.jax.trainer import _distribute_data
