@@ -3,7 +3,8 @@
 The model is left as Keras's own methods leave it; nothing of fitstep is written to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -87,28 +88,32 @@ def fit(
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    _build(model, batches.first_batch)
-    batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=epochs, add_history=True)
-    validate = _validation(
-        model,
-        validation_data,
-        callbacks,
-        batch_size=validation_batch_size or batch_size,
-        steps=validation_steps,
-        frequency=validation_freq,
-        stride=stride,
-    )
-    run = _loop.Run(
-        model=model,
-        step=_step.run,
-        batches=batches,
-        callbacks=callbacks,
-        stride=stride,
-        donate=donate,
-        snapshot=snapshot,
-    )
-    _loop.train(run, epochs=epochs, initial_epoch=initial_epoch, validate=validate)
+    with _closed_on_failure(batches) as opened:
+        _build(model, batches.first_batch)
+        batches.reset()
+        callbacks = _callback_list(
+            model, callbacks, verbose, batches, epochs=epochs, add_history=True
+        )
+        validate = _validation(
+            model,
+            validation_data,
+            callbacks,
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+            frequency=validation_freq,
+            stride=stride,
+            opened=opened,
+        )
+        run = _loop.Run(
+            model=model,
+            step=_step.run,
+            batches=batches,
+            callbacks=callbacks,
+            stride=stride,
+            donate=donate,
+            snapshot=snapshot,
+        )
+        _loop.train(run, epochs=epochs, initial_epoch=initial_epoch, validate=validate)
     return model.history
 
 
@@ -152,12 +157,14 @@ def _evaluate_batches(
     model: Any, batches: Any, *, verbose: Any, callbacks: Any, stride: int
 ) -> dict[str, Any]:
     """Evaluate on an iterator that is there already; returns the logs."""
-    _build(model, batches.first_batch)
-    batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
-    return _loop.test(
-        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
-    )
+    with _closed_on_failure(batches):
+        _build(model, batches.first_batch)
+        batches.reset()
+        callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
+        run = _loop.Run(
+            model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride
+        )
+        return _loop.test(run)
 
 
 def predict(
@@ -185,14 +192,16 @@ def predict(
     """
     _trainer.check_model(model, "predict")
     batches = _data.batches(x, batch_size=batch_size, steps=steps)
-    _build_for_prediction(model, batches.first_batch)
-    if batches.peeked:
-        batches.reset()
-    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
-    stride = _stride(model, steps_per_execution)
-    return _loop.predict(
-        _loop.Run(model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride)
-    )
+    with _closed_on_failure(batches):
+        _build_for_prediction(model, batches.first_batch)
+        if batches.peeked:
+            batches.reset()
+        callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
+        stride = _stride(model, steps_per_execution)
+        run = _loop.Run(
+            model=model, step=_step.run, batches=batches, callbacks=callbacks, stride=stride
+        )
+        return _loop.predict(run)
 
 
 def train_on_batch(
@@ -240,6 +249,21 @@ def _one_batch(model: Any, mode: str, batch: Any, return_dict: bool) -> Any:
     model.reset_metrics()
     logs = _loop.on_batch(model, _step.run, mode, batch)
     return logs if return_dict else _trainer.as_list(model, logs)
+
+
+@contextmanager
+def _closed_on_failure(batches: Any) -> Iterator[list[Any]]:
+    """Close iterators whose run fails: its traceback would keep them, and their workers, alive.
+
+    At a run's end they go by themselves, or go on, as a validation's do.
+    """
+    opened = [batches]
+    try:
+        yield opened
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
 
 
 def _build(model: Any, first_batch: Callable[[], Any]) -> None:
@@ -319,6 +343,7 @@ def _validation(
     steps: int | None,
     frequency: Any,
     stride: int,
+    opened: list[Any],
 ) -> Callable[[int], dict[str, Any] | None]:
     """The validation after an epoch: through the model's own `evaluate` where it has one."""
     if data is None:
@@ -331,6 +356,7 @@ def _validation(
             return None
         if not cached:
             cached.append(_data.batches(x, y, sample_weight, batch_size=batch_size, steps=steps))
+            opened.extend(cached)
         if _trainer.is_stock(model, "evaluate"):
             return _evaluate_batches(
                 model, cached[0], verbose=0, callbacks=callbacks, stride=stride

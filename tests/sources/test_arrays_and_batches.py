@@ -117,10 +117,22 @@ def test_whole_numbers_reach_an_embedding():
     equal_runs(embedding, lambda: (x, y), epochs=2)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_dataset_with_workers(rows, workers):
-    """A `PyDataset` gives its batches in order, with threads or without."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_of_batches(rows, workers):
+    """A `PyDataset` gives its batches in order; with more workers stock Keras's order is wrong."""
     equal_runs(dense, lambda: Items(*rows, workers=workers, max_queue_size=2), epochs=2)
+
+
+def test_a_dataset_with_workers_is_shuffled_as_without(rows):
+    """The same seed gives the same order of batches, by three threads or by none."""
+    weights = []
+    for workers in (0, 3):
+        keras.utils.set_random_seed(21)
+        model = dense()
+        fs.fit(model, Items(*rows, workers=workers), epochs=3, verbose=0)
+        weights.append(model.get_weights())
+    for got, want in zip(*weights, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_dataset_evaluates_predicts_and_validates(rows):

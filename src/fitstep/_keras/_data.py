@@ -26,6 +26,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from fitstep._errors import DataError
+from fitstep._keras._streams import Stream, stand_in, stream
+from fitstep._keras._workers import in_order
 from fitstep.data._tables import as_arrays
 
 
@@ -193,23 +195,33 @@ class Batches(JAXEpochIterator):
     """Keras's iterator over one epoch after another, one batch a step."""
 
     peeked = False
+    _latest: Any = None  # the iterator of the running epoch
 
     def _get_iterator(self) -> Iterator[Any]:
         # On other devices Keras draws ahead, which a generator is not to notice.
         prompt = jax.default_backend() == "cpu" or isinstance(self.data_adapter, Generated)
         if keras.distribution.distribution() is None and prompt:
-            return self.data_adapter.get_jax_iterator()
-        return super()._get_iterator()
+            self._latest = self.data_adapter.get_jax_iterator()
+        else:
+            self._latest = super()._get_iterator()
+        return self._latest
 
     def _interrupted_warning(self) -> None:
         # A source of unknown length that starts anew has ended an epoch, not interrupted it.
         if self.steps_per_epoch or isinstance(self.data_adapter, Generated):
             super()._interrupted_warning()
 
+    def close(self) -> None:
+        """End what the source has running, e.g. workers, where a failure keeps its frames."""
+        for iterator in (self._epoch_iterator, self._latest):
+            if isinstance(iterator, types.GeneratorType):
+                iterator.close()
+        self._epoch_iterator = self._current_iterator = self._latest = None
+
     def first_batch(self) -> Any:
         """The first batch, for building the model; after a `reset` it is drawn again."""
         self.peeked = True
-        if isinstance(self.data_adapter, Generated):
+        if isinstance(self.data_adapter, Generated | Stream):
             first = self.data_adapter.peek()
             check_numbers(first)
             return next(iter(data_adapter_utils.get_jax_iterator([first])))
@@ -269,9 +281,9 @@ def batches(
         )
     else:
         is_generator = isinstance(x, types.GeneratorType)
-        # Keras checks the other arguments, but would draw two batches of a generator at once.
+        # Keras checks the other arguments, but would draw two batches of some sources at once.
         adapter = data_adapters.get_data_adapter(
-            x=(batch for batch in [(np.zeros(1),)]) if is_generator else x,
+            x=(batch for batch in [(np.zeros(1),)]) if is_generator else stand_in(x),
             y=y,
             sample_weight=sample_weight,
             batch_size=batch_size,
@@ -279,7 +291,9 @@ def batches(
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        adapter = Generated(x) if is_generator else CopiedBatches(adapter)
+        adapter = (
+            Generated(x) if is_generator else stream(x, adapter) or CopiedBatches(in_order(adapter))
+        )
     return Batches(adapter, steps_per_epoch=steps, shuffle=False)
 
 
