@@ -322,8 +322,8 @@ def running():
 
 
 def left_over(before):
-    """What is still running that was not before, after five seconds at most."""
-    deadline = time.monotonic() + 5
+    """What is still running that was not before, after half a minute at most."""
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         gc.collect()
         if not (running() - before):
