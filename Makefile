@@ -11,14 +11,16 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SOURCES := .venv-sources
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help demo setup test docs lint types conformance soak bench matrix clean interrupted
+.PHONY: help demo setup test test-sources docs lint types conformance soak bench matrix clean interrupted
 
 help:
 	@echo "make demo         train the built-in experiment on German credit data"
 	@echo "make setup        install what development needs"
 	@echo "make test         the tests"
+	@echo "make test-sources the tests of all sources of data, with torch and TensorFlow: 4 GB"
 	@echo "make docs         only the tests that run the documentation"
 	@echo "make lint         ruff: rules and format"
 	@echo "make types        pyright"
@@ -42,6 +44,10 @@ test: $(VENV)/.ready-dev
 docs: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/docs $(ARGS)
 
+test-sources: $(SOURCES)/.ready
+	$(SOURCES)/bin/python -m pytest tests/sources $(ARGS)
+	@$(SOURCES)/bin/python -c "$$VERSIONS"
+
 soak: $(VENV)/.ready-dev
 	FITSTEP_INTERRUPTS=1000 $(BIN)/python -m pytest tests/pains/test_p51_interrupts.py -k random_moments $(ARGS)
 
@@ -60,7 +66,7 @@ bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-matrix-* .venv-nightly build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SOURCES) .venv-matrix-* .venv-nightly build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment ----------------------------------------------------------------------------
@@ -71,6 +77,13 @@ clean:
 UNFINISHED := $(VENV)/.unfinished
 
 $(VENV)/.ready-python: $(if $(wildcard $(UNFINISHED)),interrupted)
+	$(check-python)
+	@echo "Creating $(VENV)"
+	@rm -rf $(VENV) && mkdir $(VENV) && echo $$PPID > $(UNFINISHED)
+	@$(PYTHON) -m venv $(VENV)
+	@rm $(UNFINISHED) && touch $@
+
+define check-python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  found=$$($(PYTHON) --version 2>&1) || found="not found"; \
 	  echo "fitstep needs Python 3.11 or newer; $(PYTHON) is $$found. Name another:" \
@@ -78,10 +91,7 @@ $(VENV)/.ready-python: $(if $(wildcard $(UNFINISHED)),interrupted)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) can't create virtual environments. On Debian and Ubuntu:" \
 	    "apt-get install python3-venv" >&2; exit 1; }
-	@echo "Creating $(VENV)"
-	@rm -rf $(VENV) && mkdir $(VENV) && echo $$PPID > $(UNFINISHED)
-	@$(PYTHON) -m venv $(VENV)
-	@rm $(UNFINISHED) && touch $@
+endef
 
 $(VENV)/.ready-demo: $(VENV)/.ready-python pyproject.toml constraints.txt
 	$(call install,demo)
@@ -101,6 +111,18 @@ interrupted:
 	  echo "Another make (process $$process) is installing into $(VENV). Try again after it." >&2; \
 	  exit 1; fi
 
+# --- every source of data -----------------------------------------------------------------------
+# An environment of its own, since torch and TensorFlow are large. A stamp that is missing means that
+# nothing, or not all, has been installed.
+
+$(SOURCES)/.ready: pyproject.toml constraints.txt
+	$(check-python)
+	@echo "Installing fitstep[sources] into $(SOURCES), which takes minutes"
+	@[ -e $@ ] || { rm -rf $(SOURCES) && $(PYTHON) -m venv $(SOURCES); }
+	@rm -f $@
+	@$(SOURCES)/bin/python $(PIP) --constraint constraints.txt --editable '.[sources]'
+	@touch $@
+
 # --- the newest of everything -------------------------------------------------------------------
 # No constraints here, and every run upgrades. The nightly build of Keras is a distribution of
 # another name that provides the same package: fitstep's requirements are installed by name, without
@@ -116,7 +138,9 @@ define VERSIONS
 import platform
 from importlib.metadata import distributions
 found = {d.name: d.version for d in distributions()}
-parts = [f"{n} {found[n]}" for n in ("keras", "keras-nightly", "jax", "numpy") if n in found]
+names = ["keras", "keras-nightly", "jax", "numpy", "pandas", "scipy", "polars", "pyarrow"]
+names += ["datasets", "grain", "torch", "tensorflow_cpu", "tensorflow"]
+parts = [f"{n} {found[n]}" for n in names if n in found]
 print("Python", ", ".join([platform.python_version(), *parts]))
 endef
 export VERSIONS

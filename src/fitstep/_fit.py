@@ -53,9 +53,10 @@ def fit(
 
     Args:
         model: a compiled `keras.Model`: Sequential, Functional, subclassed, loaded.
-        x, y, sample_weight: arrays of B rows each (NumPy, JAX, pandas, in `x` also SciPy sparse),
-            or lists, tuples, dicts of them; or in `x` alone a source of batches `(x, y)` or
-            `(x, y, sample_weight)`: a `PyDataset`, a generator, a dataset of Grain, torch, tf.data.
+        x, y, sample_weight: arrays of B rows each (NumPy, JAX, tensors, in `x` also SciPy sparse),
+            tables and columns of numbers (pandas, polars, Arrow, Hugging Face), or lists, tuples,
+            dicts of them; or in `x` alone a source of batches `(x, y)` or `(x, y, sample_weight)`:
+            a `PyDataset`, a generator, a loader of Grain, torch, tf.data.
         batch_size: the rows of a step, 32 if None. Only for arrays.
         epochs, initial_epoch, steps_per_epoch: as in Keras. None takes all the batches there are.
         validate_every: the steps of a round, which takes the place of an epoch for metrics,
@@ -79,7 +80,7 @@ def fit(
 
     Raises:
         StateError: if the model's step returns a state that does not fit, by name.
-        DataError: if the data is empty or holds no numbers.
+        DataError: if the data is empty, holds no numbers, or lacks some.
         ValueError: as `keras.Model.fit` raises it.
     """
     _trainer.check_model(model, "fit")

@@ -164,6 +164,7 @@ def test_a_nested_evaluate_and_callbacks_that_watch_batches_cost_no_trace(rows, 
     assert COUNTS[before:] == []
 
 
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # for the third shape
 def test_many_shapes_are_each_traced_once_and_come_back_for_nothing(rows, model):
     """Rows 8, 5, 3 and again 8, 5, 3: at most two runs each, in the first round."""
     x, y = rows

@@ -30,6 +30,9 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from fitstep._errors import DataError
+from fitstep._keras._streams import stand_in, stream
+from fitstep._keras._workers import in_order
+from fitstep.data._tables import as_arrays
 
 
 def global_seed() -> int | None:
@@ -39,10 +42,11 @@ def global_seed() -> int | None:
 
 def split(arrays: Any, validation_split: float) -> tuple[Any, Any]:
     """The last rows for validation, as Keras's `validation_split` takes them."""
-    return train_validation_split(arrays, validation_split=validation_split)
+    return train_validation_split(as_arrays(arrays), validation_split=validation_split)
 
 
 def class_weights_as_sample_weights(y: Any, class_weight: Any) -> Any:
+    (y,) = as_arrays((y,), ("y",))
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
@@ -169,7 +173,7 @@ def _checked_tuple(batch: Any) -> tuple[Any, ...]:
             "A generator must yield tuples: (x,), (x, y) or (x, y, sample_weight). "
             f"Received: {batch!r:.80} of type {type(batch).__name__}."
         )
-    return batch
+    return as_arrays(batch)
 
 
 class CopiedBatches(DataAdapter):
@@ -332,6 +336,7 @@ def source(
     Raises:
         DataError: for arrays without rows, or with text and the like where numbers belong.
     """
+    x, y, sample_weight = as_arrays((x, y, sample_weight))
     for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
         if count is not None and count < (1 if name == "batch_size" else 0):
             raise ValueError(f"{name} must be >= 1. Received: {count}.")
@@ -359,9 +364,9 @@ def source(
         # Rows of sparse arrays can't be stacked.
         return ArraySource(adapter) if adapter.is_dense() else BatchSource(adapter, ahead=True)
     is_generator = isinstance(x, types.GeneratorType)
-    # Keras checks the other arguments, but would draw two batches of a generator at once.
+    # Keras checks the other arguments, but would draw two batches of some sources at once.
     adapter = data_adapters.get_data_adapter(
-        x=(batch for batch in [(np.zeros(1),)]) if is_generator else x,
+        x=(batch for batch in [(np.zeros(1),)]) if is_generator else stand_in(x),
         y=y,
         sample_weight=sample_weight,
         batch_size=batch_size,
@@ -371,7 +376,10 @@ def source(
     )
     if is_generator:
         return BatchSource(Generated(x), ahead=False)
-    return BatchSource(CopiedBatches(adapter), ahead=isinstance(x, keras.utils.PyDataset))
+    if (loader := stream(x, adapter)) is not None:
+        return BatchSource(loader, ahead=False)
+    adapter = CopiedBatches(in_order(adapter))
+    return BatchSource(adapter, ahead=isinstance(x, keras.utils.PyDataset))
 
 
 def limited_steps(steps: int | None) -> int | None:
@@ -424,7 +432,7 @@ def _canonical(dtype: Any) -> Any:
 
 def own(batch: Any) -> Any:
     """One batch of the user's, in memory of its own."""
-    return tree.map_structure(_as_array, batch)
+    return tree.map_structure(_as_array, as_arrays(batch))
 
 
 def _as_array(leaf: Any) -> Any:

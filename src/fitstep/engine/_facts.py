@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.sparse import JAXSparse
+from keras import tree
 
 from fitstep.engine._feed import Kind
 
@@ -50,6 +52,13 @@ def described(kind: Kind) -> str:
             size = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
             found.append(f"{name}{jax.tree_util.keystr(path)} {dtype}({size})")
     return ", ".join(found)
+
+
+def is_sparse(kind: Kind) -> bool:
+    """Whether a batch has sparse arrays, whose shapes follow the number of their entries."""
+    batch = jax.tree.unflatten(kind.structure, range(len(kind.shapes)))
+    arrays = tree.flatten(batch)  # takes a sparse array as one
+    return any(isinstance(array, JAXSparse) for array in arrays)
 
 
 def changed(before: Any, after: Any) -> str:

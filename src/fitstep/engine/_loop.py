@@ -228,8 +228,8 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
             logs = {"outputs": None}
         if hooks.ends:
             _tell(runner, hooks, run.stride, begun, step, results)
-        # 5. A callback may have asked to stop.
-        if getattr(run.model, _STOPS[mode]):
+        # 5. A callback may have asked to stop, or the data have ended within a stride.
+        if getattr(run.model, _STOPS[mode]) or (run.stride > 1 and step - begun < run.stride):
             break
     if hooks.ends:
         hooks.flush()

@@ -380,7 +380,8 @@ class Runner:
                 f"{before or 'nothing'}. Give all batches one shape, e.g. by padding, and drop "
                 f"the remainder or allow one more compilation for it."
             )
-        if count >= 2 and cause in _USUAL:
+        # Nobody can give sparse batches equally many entries, so nobody is told to.
+        if count >= 2 and cause in _USUAL and not _facts.is_sparse(kind):
             warnings.warn(
                 f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
                 f"time costs as much as the first. Give all batches one shape, e.g. by padding "

@@ -324,7 +324,7 @@ def evaluated(closed: Any, args: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         name, given = equation.primitive.name, [value(v) for v in equation.invars]
         body = next((equation.params[k] for k in BODIES if k in equation.params), None)
-        if name in _RULES or (name in _CALLS and _holds(body.jaxpr, _RULES)):
+        if name in _RULES or (name in _CALLS and body and _holds(body.jaxpr, _RULES)):
             results = evaluated(body, given)
         else:
             params = equation.primitive.get_bind_params(equation.params)
