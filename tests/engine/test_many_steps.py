@@ -1,4 +1,4 @@
-"""Many steps in one execution: the same bits as one at a time, and callbacks that can't tell."""
+"""Many steps in one execution: the same bits as one at a time, in a few programs."""
 
 import gc
 import weakref
@@ -219,19 +219,11 @@ def test_a_convolution_on_a_cpu_runs_alone_and_keeps_its_bits(monkeypatch):
     keras.utils.set_random_seed(1)
 
 
-class Hears(keras.callbacks.Callback):
-    """Notes the batch hooks; `async_safe` allows steps to run ahead."""
-
-    def __init__(self, *, reads_only):
-        super().__init__()
-        self.async_safe = reads_only
-        self.heard = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.heard.append(("begin", batch))
+class Waits(keras.callbacks.Callback):
+    """Has a batch hook, for which each step waits."""
 
     def on_train_batch_end(self, batch, logs=None):
-        self.heard.append(("end", batch, logs))
+        pass
 
 
 def _fit_dense(*callbacks, rows=ROWS, **options):
@@ -242,72 +234,6 @@ def _fit_dense(*callbacks, rows=ROWS, **options):
     y = options.pop("y", x[:, :1])
     history = fs.fit(model, x, y, callbacks=list(callbacks), verbose=0, **options)
     return model, history
-
-
-def test_callbacks_hear_every_step_with_its_own_logs():
-    """Those that only read logs get the same calls as those for which each step waits."""
-    waited_for, ran_ahead = Hears(reads_only=False), Hears(reads_only=True)
-    alone, _ = _fit_dense(waited_for, epochs=2)
-    together, _ = _fit_dense(ran_ahead, epochs=2)
-    assert ran_ahead.heard == waited_for.heard
-    assert fs.explain(alone).choices[0].steps == 1
-    assert "Hears has its own on_train_batch_begin" in fs.explain(alone).choices[0].reason
-    assert fs.explain(together).choices[0].steps > 1
-
-
-@pytest.mark.parametrize(
-    ("callback", "together"),
-    [
-        (lambda folder: keras.callbacks.ModelCheckpoint(f"{folder}/a.keras"), True),
-        (lambda folder: keras.callbacks.ModelCheckpoint(f"{folder}/a.keras", save_freq=3), False),
-        (lambda folder: keras.callbacks.BackupAndRestore(f"{folder}/b"), True),
-        (lambda folder: keras.callbacks.CSVLogger(f"{folder}/log.csv"), True),
-        (lambda folder: keras.callbacks.TerminateOnNaN(), True),
-        (lambda folder: keras.callbacks.EarlyStopping("loss"), True),
-        (lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1), True),
-        (
-            lambda folder: keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: None),
-            False,
-        ),
-        (lambda folder: type("Mine", (keras.callbacks.ModelCheckpoint,), {
-            "on_train_batch_end": lambda self, batch, logs=None: None})(f"{folder}/c.keras"), False),
-        (lambda folder: type("Stops", (keras.callbacks.TerminateOnNaN,), {
-            "on_batch_end": lambda self, batch, logs=None: None})(), False),
-    ],
-)  # fmt: skip
-def test_which_callbacks_let_steps_share_an_execution(callback, together, tmp_path):
-    """Keras's own that act at epochs do; whoever acts after a batch does not."""
-    model, _ = _fit_dense(callback(tmp_path))
-    assert (fs.explain(model).choices[0].steps > 1) == together
-
-
-def test_training_stops_right_after_the_step_that_is_not_finite():
-    """`TerminateOnNaN`: as many steps as Keras makes, not those that were dispatched with them."""
-
-    def fit(run):
-        keras.utils.set_random_seed(2)
-        model = _dense()
-        model.compile("sgd", "mse")
-        x = np.random.default_rng(0).normal(size=(32 * 40, 6)).astype("float32")
-        y = x[:, :1].copy()
-        y[32 * 21 + 3] = np.nan
-        options = {"shuffle": False, "verbose": 0, "epochs": 3}
-        run(model, x, y, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
-        return model
-
-    stock = fit(lambda model, *args, **kwargs: model.fit(*args, **kwargs))
-    ours = fit(fs.fit)
-    assert int(stock.optimizer.iterations) == 22
-    assert int(ours.optimizer.iterations) == 22
-    assert len(ours.history.history.get("loss", [])) == len(stock.history.history.get("loss", []))
-    assert fs.explain(ours).choices[0].steps == 16
-
-
-def test_without_that_callback_training_goes_on_after_a_nan_as_in_keras():
-    """All 40 steps are made, whatever the loss."""
-    y = np.full((32 * 40, 1), np.nan, "float32")
-    model, _ = _fit_dense(rows=32 * 40, y=y)
-    assert int(model.optimizer.iterations) == 40
 
 
 def test_one_trace_serves_one_step_and_many():
@@ -324,7 +250,7 @@ def test_one_trace_serves_one_step_and_many():
     x = np.ones((64, 6), "float32")
     fs.fit(model, x, x[:, :1], verbose=0)
     assert len(calls) == 1
-    fs.fit(model, x, x[:, :1], verbose=0, callbacks=[Hears(reads_only=False)])
+    fs.fit(model, x, x[:, :1], verbose=0, callbacks=[Waits()])
     fs.fit(model, x, x[:, :1], verbose=0, steps_per_execution=2)
     assert len(calls) == 1
     assert [one.steps for one in fs.explain(model).programs] == [16, 1]
