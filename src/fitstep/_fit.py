@@ -4,7 +4,7 @@ The model is left as Keras's own methods leave it; nothing of fitstep is written
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -114,7 +114,7 @@ def fit(
         _build(model, feed.first_batch)
         feed.restart()
         callbacks = _callback_list(model, callbacks, verbose, feed, add_history=True)
-        validate = _validation(
+        validate, planned = _validation(
             model,
             validation_data,
             callbacks,
@@ -134,7 +134,7 @@ def fit(
         donate=donate,
         snapshot=snapshot,
     )
-    _loop.train(run, initial_epoch=initial_epoch, validate=validate)
+    _loop.train(run, initial_epoch=initial_epoch, validate=validate, validation=planned)
     return model.history
 
 
@@ -460,10 +460,14 @@ def _validation(
     steps: int | None,
     frequency: Any,
     stride: int,
-) -> Callable[[int], dict[str, Any] | None]:
-    """The validation after an epoch: through the model's own `evaluate` where it has one."""
+) -> tuple[Callable[[int], dict[str, Any] | None], _loop.Run | None]:
+    """The validation after an epoch: through the model's own `evaluate` where it has one.
+
+    Returns:
+        What validates, and the evaluation that it is going to be if that is known beforehand.
+    """
     if data is None:
-        return lambda epoch: None
+        return lambda epoch: None, None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     cached: list[Any] = []
 
@@ -481,4 +485,12 @@ def _validation(
         with _trainer.cached_validation(model, cached[0]) as cache:
             return model.evaluate(return_dict=True, **arguments, **cache)
 
-    return validate
+    planned = None
+    engine = _trainer.is_stock(model, "evaluate") or _trainer.has_engine(model)
+    if engine and _data.are_arrays((x, y, sample_weight)):
+        with suppress(Exception):  # wrong data is for the validation to refuse
+            cached.append(_one_epoch(x, y, sample_weight, batch_size, steps))
+            planned = _loop.Run(
+                model=model, step=_step.run, feed=cached[0], callbacks=callbacks, stride=stride
+            )
+    return validate, planned

@@ -382,6 +382,11 @@ def source(
     return BatchSource(adapter, ahead=isinstance(x, keras.utils.PyDataset))
 
 
+def are_arrays(parts: Any) -> bool:
+    """Whether these are arrays, or tables of them, and no source of batches."""
+    return bool(can_convert_arrays(as_arrays(parts)))
+
+
 def limited_steps(steps: int | None) -> int | None:
     """The steps of an epoch, or the lower limit that Keras takes from its environment."""
     limit = keras.config.max_steps_per_epoch()

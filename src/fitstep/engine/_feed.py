@@ -320,6 +320,12 @@ class Epochs:
             raise DataError("The data has no batch: `x` is empty. Give at least one row.")
         return self._passes.next_batch()
 
+    def known_kind(self) -> Kind | None:
+        """The kind of the first batches, if it is known without drawing one."""
+        if not isinstance(self.source, _data.ArraySource):
+            return None
+        return _kind_of_rows(self.source, self.source.batch_size)
+
     def restart(self) -> None:
         """Begin with a new pass, and forget what was only looked at, where Keras does."""
         self._passes.restart()

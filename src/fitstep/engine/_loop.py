@@ -46,11 +46,17 @@ class Run:
 
 
 def train(
-    run: Run, *, initial_epoch: int, validate: Callable[[int], dict[str, Any] | None]
+    run: Run,
+    *,
+    initial_epoch: int,
+    validate: Callable[[int], dict[str, Any] | None],
+    validation: Run | None = None,
 ) -> None:
-    """Train; `validate` returns the logs of a validation after an epoch, or None for none.
+    """Train; where the feed has rounds, a round takes the place of an epoch.
 
-    Where the feed has rounds, a round takes the place of an epoch.
+    Args:
+        validate: returns the logs of a validation after an epoch, or None for none.
+        validation: the evaluation that it will make, to be compiled while the first epoch trains.
     """
     model, callbacks, feed = run.model, run.callbacks, run.feed
     with _running(run, "train") as runner:
@@ -68,6 +74,7 @@ def train(
             if _trainer.ran_nested(model, mark):
                 model.reset_metrics()
             # 3. The steps. What the variables hold now is the snapshot.
+            ready = compiled_ahead(validation) if validation and not trained else None
             runner.begin_epoch()
             step_logs = _epoch(run, runner)
             if step_logs is None and epoch > first:
@@ -81,8 +88,9 @@ def train(
             # 4. The logs of the epoch, read once its steps are done.
             logs = _epoch_logs(runner, step_logs)
             # 5. Validation, which takes over the metrics.
-            validation = validate(epoch) or {}
-            logs |= {f"val_{name}": value for name, value in validation.items()}
+            if ready is not None:
+                ready()
+            logs |= {f"val_{name}": value for name, value in (validate(epoch) or {}).items()}
             # 6. The callbacks see the epoch; one of them may stop the training.
             callbacks.on_epoch_end(epoch, logs)
             trained = True
@@ -106,6 +114,30 @@ def test(run: Run) -> dict[str, Any]:
         logs = _trainer.as_numbers(_epoch_logs(runner, step_logs))
         callbacks.on_test_end(logs)
     return logs
+
+
+def compiled_ahead(run: Run) -> Callable[[], None] | None:
+    """Begin to compile what an evaluation of arrays needs; call the result before it.
+
+    An error in the step is left for the evaluation to meet.
+    """
+    kind = run.feed.known_kind()
+    if kind is None:
+        return None
+    record = record_of(run.model)
+    with holding() as hold, record.lock:
+        live = Live(run.model, "test")
+        try:
+            live.relist()
+            hooks = BatchHooks(run.callbacks, "test")
+            runner = Runner(run.step, live, hold)
+            together = run.stride > 1 or hooks.obstacle is None
+            wanted = _wanted(run, runner, run.stride) if together else 1
+            return runner.compile_ahead(kind, wanted)
+        except Exception:  # noqa: BLE001 - whatever the user's step raises
+            live.settle()
+            _trainer.forget_losses(run.model)
+            return None
 
 
 def predict(run: Run) -> Any:

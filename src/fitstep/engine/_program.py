@@ -49,51 +49,80 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return operator.itemgetter(*places)
 
 
-def compile_step(traced: Traced, *, checked: bool = False) -> Program:
-    """Compile a traced step, with the running means of those of its logs that are no metrics.
+def lower(traced: Traced, width: int) -> Any:
+    """A traced step ready to be compiled, which may then be done in another thread.
+
+    JAX's settings are a thread's own, so this is done in the thread that has them.
 
     Args:
-        checked: whether JAX is to look for NaN in the results, which it does for functions that
-            it compiles itself, running them again op by op to find the place.
+        width: the batches that a stack has room for; 1 for the step as it is.
     """
     _cache.ensure()
+    return _lowered_step(traced) if width == 1 else _lowered_loop(traced, width)
+
+
+def _lowered_step(traced: Traced) -> Any:
+    """The step, with the running means of those of its logs that are no metrics."""
     given, left, batch = traced.inputs
-    extras, rows = traced.extras, traced.rows
-    distributed = keras.distribution.distribution() is not None
-    if traced.fresh and not (extras or distributed or checked):
-        return Program(traced.fresh[0].lower().compile(), traced)
+    if traced.fresh and not (traced.extras or keras.distribution.distribution() is not None):
+        return traced.fresh[0].lower()
     outputs = jax.tree.structure(traced.results)
 
+    def step(given: Any, left: Any, batch: Any) -> Any:
+        flat = evaluated(traced.jaxpr, jax.tree.leaves((given, left, batch)))
+        return jax.tree.unflatten(outputs, flat)
+
+    return _jitted_step(traced, step).lower(given, left, _first_means(traced), batch)
+
+
+def checked_step(traced: Traced) -> Program:
+    """The step as JAX compiles it itself, since then it looks for NaN in the results.
+
+    It runs the step again op by op to find the place.
+    """
+    assert traced.fresh is not None
+    function = traced.fresh[1]
+
+    def step(given: Any, left: Any, batch: Any) -> Any:
+        return function(given, left, (), batch)
+
+    return Program(_jitted_step(traced, step), traced)
+
+
+def _jitted_step(traced: Traced, step: Callable[..., Any]) -> Any:
+    extras, rows = traced.extras, traced.rows
+
     def step_with_means(given: Any, left: Any, means: Any, batch: Any) -> Any:
-        if checked and traced.fresh:
-            new, result, _ = traced.fresh[1](given, left, (), batch)
-        else:  # the trace that is there already
-            flat = evaluated(traced.jaxpr, jax.tree.leaves((given, left, batch)))
-            new, result, _ = jax.tree.unflatten(outputs, flat)
+        new, result, _ = step(given, left, batch)
         if extras:
             means = _means.updated_means(means, [result[name] for name in extras], rows)
         return new, result, means
 
     step_with_means.__name__ = step_with_means.__qualname__ = METHODS[traced.mode]
-    shardings = None
-    if distributed:
-        shardings = (tuple(traced.arrays[i].sharding for i in traced.written), None, None)
-    program = jax.jit(
-        step_with_means, donate_argnums=donated(traced.given_up), out_shardings=shardings
+    return jax.jit(
+        step_with_means,
+        donate_argnums=donated(traced.given_up),
+        out_shardings=_shardings(traced, others=2),
     )
-    if checked:
-        return Program(program, traced)
-    means = _means.no_means(len(extras)) if extras else ()
-    return Program(program.lower(given, left, means, batch).compile(), traced)
 
 
-def compile_loop(traced: Traced, width: int) -> Program:
-    """Compile a traced step as the body of a loop over a stack of up to `width` batches.
+def _first_means(traced: Traced) -> Any:
+    return _means.no_means(len(traced.extras)) if traced.extras else ()
+
+
+def _shardings(traced: Traced, *, others: int) -> Any:
+    """The new arrays stay where the old ones are; of the other results JAX decides."""
+    if keras.distribution.distribution() is None:
+        return None
+    return (tuple(traced.arrays[i].sharding for i in traced.written), *[None] * others)
+
+
+def _lowered_loop(traced: Traced, width: int) -> Any:
+    """The step as the body of a loop over a stack of up to `width` batches.
 
     The number of steps is an input, so that a remainder needs no program of its own. The results
     have the same bits as one step after another.
     """
-    _cache.ensure()
     given, left, _ = traced.inputs
     extras, rows = traced.extras, traced.rows
     outputs = jax.tree.structure(traced.results)
@@ -147,15 +176,12 @@ def compile_loop(traced: Traced, width: int) -> Program:
         return new, last, means, results, made
 
     steps.__name__ = steps.__qualname__ = f"{METHODS[traced.mode]}s"
-    shardings = None
-    if keras.distribution.distribution() is not None:
-        shardings = (tuple(traced.arrays[i].sharding for i in written), None, None, None, None)
     stack = tuple(
         jax.ShapeDtypeStruct((width, *shape), dtype, sharding=_data.sharding(shape, stacked=True))
         for shape, dtype in traced.kind.shapes
     )
-    means = _means.no_means(len(extras)) if extras else ()
     count, halt = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), "bool")
-    program = jax.jit(steps, donate_argnums=donated(given_up), out_shardings=shardings)
-    compiled = program.lower(given, left, means, stack, count, halt).compile()
-    return Program(compiled, traced, width=width)
+    program = jax.jit(
+        steps, donate_argnums=donated(given_up), out_shardings=_shardings(traced, others=4)
+    )
+    return program.lower(given, left, _first_means(traced), stack, count, halt)

@@ -1,10 +1,12 @@
 """Run one step after another without ever losing the model."""
 
+import threading
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ from fitstep.engine._feed import Chunk, Kind, kind_of
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
 from fitstep.engine._means import Means
-from fitstep.engine._program import Program, compile_loop, compile_step
+from fitstep.engine._program import Program, checked_step, lower
 from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 
 # The rule for how many steps share an execution: 16 have all of the gain, stacks stay small, and
@@ -303,13 +305,50 @@ class Runner:
             with self.hold.patiently():
                 if traced is None:
                     traced = self._trace(arrays, chunk.kind)
-                if chunk.width == 1:
-                    program = compile_step(traced, checked=self.checked)
+                if self.checked:
+                    program = checked_step(traced)
                 else:
-                    program = compile_loop(traced, chunk.width)
+                    compiled = lower(traced, chunk.width).compile()
+                    program = Program(compiled, traced, width=chunk.width)
             programs.by_width[chunk.width] = program
             self._note(chunk, time.perf_counter() - began)
         return program
+
+    def compile_ahead(self, kind: Kind, wanted: int) -> Callable[[], None]:
+        """Trace now, and compile in a thread what `execute` will need.
+
+        Returns:
+            To be called before that: waits for the thread, and forgets the program if the model
+            has changed since.
+        """
+        width = self.room(kind, wanted)
+        record, programs, of_kinds = self.live.record, self._programs_of_kind(kind), self._programs
+        traced = self._traces.get(kind) or programs.traced
+        if self.obstacle() or width in programs.by_width or traced is None:
+            return lambda: None
+        began = time.perf_counter()
+        lowered = lower(traced, width)
+        described, cause = _facts.described(kind), self._causes.pop(kind, "the first")
+        # No reference to the arrays of this moment, which the training is about to replace.
+        model, before = weakref.ref(self.live.model), fingerprint(self.live.model)
+
+        def compile_it() -> None:
+            with suppress(Exception):  # it comes again where the program is needed
+                programs.by_width[width] = Program(lowered.compile(), traced, width=width)
+                seconds = time.perf_counter() - began
+                record.compilations.append(
+                    _facts.Compilation(traced.mode, described, width, seconds, cause)
+                )
+
+        def ready() -> None:
+            thread.join()
+            changed = differences(before, fingerprint(model())) - record.changed_by_traces
+            if changed:
+                of_kinds.pop(kind, None)
+
+        thread = threading.Thread(target=compile_it, name="fitstep-compile")
+        thread.start()
+        return ready
 
     def _note(self, chunk: Chunk, seconds: float) -> None:
         record, mode = self.live.record, self.live.mode
