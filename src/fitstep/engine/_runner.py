@@ -28,6 +28,8 @@ MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
 _CONVOLUTION = "a convolution, which a CPU runs 3 to 40 times slower within a loop"
 _USUAL = ("the first", "another batch")
+_MODEL_CHANGED = "changed on the model"
+_MOST_NAMED = 5  # kinds of batches in a message
 # Chunks above this size do not pile up while earlier ones run.
 SMALL = 2**20
 IN_FLIGHT = 3
@@ -105,11 +107,11 @@ class Runner:
         self.steps = 0  # of this run
         self._max_compiles = max_compiles
         self.long = True  # a run of many steps, not of one batch
-        self._compiled_for: list[str] = []  # in this run
+        self._compiled_for: list[tuple[Kind, str]] = []  # in this run
         self._causes: dict[Kind, str] = {}
         self._key: tuple[Any, ...] = ()
         # Within a run its programs stay; a nested run must not drop them.
-        if not live.record.running:
+        if all(other.waits for other in live.record.running):
             _drop_stale(live.record, fingerprint(live.model))
 
     def begin_epoch(self) -> None:
@@ -151,22 +153,19 @@ class Runner:
             return "`donate=False` keeps the state before every step"
         return ""
 
-    def explain(self, kind: Kind, width: int, other: str) -> None:
+    def explain(self, kind: Kind, width: int, wanted: int, why: str) -> None:
         """Note for people to read how many steps share an execution, and why not more.
 
         Args:
-            other: a reason from outside, if there is one.
+            width: how many batches an execution has room for.
+            wanted, why: how many the loop wants at most, and its reason, empty if it has none.
         """
-        programs = self._programs_of_kind(kind)
-        reason = self.obstacle() or programs.alone or other
-        if not reason:
-            reason = f"{MOST_STEPS} have all of the gain"
-            if width < MOST_STEPS:
-                reason = (
-                    f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
-                )
+        reason = self.obstacle() or self._programs_of_kind(kind).alone
+        if not reason and width < wanted:
+            reason = f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
+        reason = reason or why or f"{MOST_STEPS} have all of the gain"
         mode = self.live.mode
-        self.live.record.choices[mode] = _facts.Choice(mode, width, reason)
+        self.live.record.choices[mode] = _facts.Choice(mode, min(width, wanted), reason)
 
     def most(self, kind: Kind, width: int) -> int:
         """How many of the stacked batches to run in one execution, for it not to take long."""
@@ -336,7 +335,7 @@ class Runner:
         """Why the programs that are there do not do for this kind of batch, in words."""
         record, mode = self.live.record, self.live.mode
         if stale := record.stale.pop(mode, ""):
-            return f"changed on the model: {stale}"
+            return f"{_MODEL_CHANGED}: {stale}"
         others = [known for known in self._programs if known is not kind and known != kind]
         if others:
             return "another batch"
@@ -344,16 +343,18 @@ class Runner:
         return f"changed: {_facts.changed(keys[-1], self._key)}" if keys else "the first"
 
     def _check_compiles(self, kind: Kind) -> None:
-        """Say what was compiled for before, from the third time in a run on.
+        """Say what was compiled for before, from the third kind of batch in a run on.
 
         Raises:
-            DataError: if it is one more than was allowed.
+            DataError: if it is one more compilation than was allowed.
         """
         mode, record, cause = self.live.mode, self.live.record, self._causes[kind]
         # Steps that are called one by one are each a run of their own.
         compiled_for = self._compiled_for if self.long else record.compiled_for.setdefault(mode, [])
         here = _facts.described(kind) + ("" if cause in _USUAL else f" ({cause})")
-        before, count = "; ".join(compiled_for), len(compiled_for)
+        kinds, count = {known for known, _ in compiled_for}, len(compiled_for)
+        before = "; ".join(text for _, text in compiled_for[-_MOST_NAMED:])
+        before = f"{count - _MOST_NAMED} others; {before}" if count > _MOST_NAMED else before
         if self._max_compiles is not None and count >= self._max_compiles:
             raise DataError(
                 f"`{METHODS[mode]}` would be compiled once more than `max_compiles="
@@ -361,14 +362,19 @@ class Runner:
                 f"{before or 'nothing'}. Give all batches one shape, e.g. by padding, and drop "
                 f"the remainder or allow one more compilation for it."
             )
-        if count >= 2:
+        model_changed = cause.startswith(_MODEL_CHANGED) and count >= 2
+        if model_changed or (kind not in kinds and len(kinds) >= 2):
+            advice = "Give all batches one shape, e.g. by padding to a few fixed lengths"
+            if model_changed:
+                advice = "Keep what changes in a `keras.Variable`, or out of the model"
+            elif self.long:
+                advice += "; `max_compiles=` makes one too many an error"
             warnings.warn(
                 f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
-                f"time costs as much as the first. Give all batches one shape, e.g. by padding "
-                f"to a few fixed lengths; `max_compiles=` makes one too many an error.",
+                f"time costs as much as the first. {advice}.",
                 stacklevel=2,
             )
-        compiled_for.append(here)
+        compiled_for.append((kind, here))
 
     def _trace(self, arrays: list[Any], kind: Kind) -> Traced:
         before = fingerprint(self.live.model)
@@ -393,7 +399,9 @@ def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
     """Forget the programs of a model whose Python side has changed since the last run."""
     changed = differences(record.fingerprint or {}, current) - record.changed_by_traces
     if record.fingerprint is not None and changed:
-        names = sorted({f"`{name}`" for _, name in changed if name}) or ["its layers"]
+        # `trainable` is a property, of which Keras keeps the value under another name.
+        found = {"trainable" if name == "_trainable" else name for _, name in changed if name}
+        names = sorted(f"`{name}`" for name in found) or ["its layers"]
         modes = {key[0] for key in record.programs}
         record.stale.update(dict.fromkeys(modes, ", ".join(names[:5])))
         record.programs.clear()
