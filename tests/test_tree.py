@@ -19,6 +19,7 @@ ORDER = [
     "_step",
     "engine",
     "_capture",
+    "_explain",
     "_fit",
     "_model",
     "_run",
