@@ -162,6 +162,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # sparse: as many values as there are
 @NARROWED
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_arrays_of_every_kind(rows, kind):
@@ -171,6 +172,7 @@ def test_arrays_of_every_kind(rows, kind):
     equal_runs(dense, lambda: ARRAYS[kind](x, y), epochs=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # sparse: as many values as there are
 def test_frames_and_sparse_matrices_evaluate_and_predict_as_in_keras(rows):
     """The same loss, metrics and predictions as Keras's own from a frame and a sparse matrix."""
     x, y = rows
@@ -283,6 +285,7 @@ def test_an_endless_generator_with_steps(rows, build):
 
 
 @NARROWED
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # three sizes
 def test_a_generator_of_frames_weights_and_batches_of_any_size(rows):
     """What a generator yields may be frames, have weights, and change its size."""
     x, y = rows
