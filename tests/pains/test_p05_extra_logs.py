@@ -210,6 +210,7 @@ def test_validation_logs_are_averaged_by_rows(rows):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # three sizes
 def test_a_number_of_a_generator_with_batches_of_all_sizes_is_weighted_by_their_rows(rows):
     """Batches of 3, 40 and 9 rows weigh 3, 40 and 9; the rest of an infinite source doesn't count."""
     x, y = rows

@@ -207,6 +207,7 @@ def test_freezing_one_variable_works_as_freezing_a_layer(rows):
     assert_kernels(model, hand)
 
 
+@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # once a freeze
 def test_train_on_batch_honours_a_freeze_between_two_calls(rows):
     """`fs.Sequential.train_on_batch` trains today's layers, call by call."""
     x, y = rows
