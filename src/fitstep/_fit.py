@@ -246,13 +246,15 @@ def steps(
 
     Each `next` draws one batch and makes one step, by the program that `fit` would run one step
     at a time with. Between two steps the model is live: reading it, assigning to it, evaluating
-    it or saving it are all fine. Metrics start anew with each epoch.
+    it or saving it are all fine. Metrics start anew with each epoch, and with each
+    `model.reset_metrics()` of yours.
 
     Args:
         model: a compiled `keras.Model`.
-        data: arrays as a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or a source of
-            batches as `fit` takes it. A generator or another iterator is asked for a batch only
-            when a step needs one, so a batch may depend on the steps before it.
+        data: arrays as a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`, a source of batches
+            as `fit` takes it, or any iterable of such tuples, each a batch. A generator or
+            another iterator is asked for a batch only when a step needs one, so a batch may
+            depend on the steps before it.
         epochs, batch_size, steps_per_epoch, shuffle, class_weight, max_steps, donate, snapshot:
             as in `fit`.
 
@@ -264,7 +266,11 @@ def steps(
         StateError, DataError, ValueError: as `fit` does.
 
     Example:
-        >>> for logs in fitstep.steps(model, (x, y), batch_size=32, epochs=2):
+        >>> import fitstep as fs, keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> x, y = np.ones((64, 3)), np.ones((64, 1))
+        >>> for logs in fs.steps(model, (x, y), batch_size=32, epochs=2):
         ...     if float(logs["loss"]) < 0.01:
         ...         break
     """
@@ -272,20 +278,21 @@ def steps(
     _trainer.check_compiled(model, "steps")
     _check_numbers_of_fit(epochs, 0)
     _check_count("max_steps", max_steps)
-    x, y, sample_weight = data, None, None
     if isinstance(data, tuple):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    else:
+        x, y, sample_weight = _data.iterated(data), None, None
     source = _data.source(
         x,
         y,
         sample_weight,
         batch_size=batch_size,
         steps=steps_per_epoch,
-        shuffle=shuffle and isinstance(data, tuple | keras.utils.PyDataset),
+        shuffle=shuffle and _data.is_shuffled_by_rows(x, y, sample_weight),
         class_weight=class_weight,
         rng=lambda: _shuffler(model),
     )
-    feed = Epochs(source, epochs=epochs, steps=_data.limited_steps(steps_per_epoch))
+    feed = Epochs(source, epochs=epochs, steps=_data.limited_steps(steps_per_epoch), warns=False)
     with _closed_after_failure(feed):
         _build(model, feed.first_batch)
         feed.restart()
@@ -388,7 +395,9 @@ def _check_numbers_of_fit(epochs: Any, validation_split: Any) -> None:
 
 
 def _check_count(name: str, count: Any) -> None:
-    if count is not None and (not isinstance(count, int | np.integer) or count < 1):
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ValueError(f"`{name}` must be an integer >= 1. Received: {count!r}.")
 
 

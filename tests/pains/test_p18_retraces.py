@@ -164,7 +164,6 @@ def test_a_nested_evaluate_and_callbacks_that_watch_batches_cost_no_trace(rows, 
     assert COUNTS[before:] == []
 
 
-@pytest.mark.filterwarnings("ignore:.*is compiled once more")  # for the third shape
 def test_many_shapes_are_each_traced_once_and_come_back_for_nothing(rows, model):
     """Rows 8, 5, 3 and again 8, 5, 3: at most two runs each, in the first round."""
     x, y = rows
@@ -174,7 +173,8 @@ def test_many_shapes_are_each_traced_once_and_come_back_for_nothing(rows, model)
             for n in (8, 5, 3):
                 yield x[:n], y[:n]
 
-    fs.fit(model, source(), steps_per_epoch=3, verbose=0, shuffle=False)
+    with pytest.warns(UserWarning, match="compiled once more"):
+        fs.fit(model, source(), steps_per_epoch=3, verbose=0, shuffle=False)
     before = len(COUNTS)
     fs.fit(model, source(), steps_per_epoch=6, epochs=2, verbose=0, shuffle=False)
     assert COUNTS[before:] == []
@@ -206,3 +206,14 @@ def test_freezing_a_layer_between_fits_takes_effect(rows, model):
     np.testing.assert_array_equal(model.hidden.kernel.value, frozen)
     assert np.all(np.asarray(model.out.kernel.value) != free)
     assert max(counted("train").values()) <= TWICE
+
+
+def test_one_trace_serves_one_step_and_many(rows, model):
+    """First one step in an execution, then 16: the user's Python did not run again."""
+    x, y = rows[0][:64], rows[1][:64]
+    fs.fit(model, x, y, batch_size=4, steps_per_execution=1, verbose=0)
+    listen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    fs.fit(model, x, y, batch_size=4, verbose=0, callbacks=[listen])
+    fs.fit(model, x, y, batch_size=4, verbose=0)
+    assert counted("train")[4] <= TWICE
+    assert {one.steps for one in fs.explain(model).programs} == {1, 16}

@@ -22,6 +22,14 @@ _SAVERS = tuple(
 )
 
 
+def announce_steps(callbacks: Any, steps: int | None) -> None:
+    """Let the progress bar count to the steps of an epoch that has fewer than the others."""
+    if type(callbacks) is not keras.callbacks.CallbackList or steps is None:
+        return
+    if callbacks.params.get("steps") not in (None, steps):
+        callbacks.set_params({**callbacks.params, "steps": steps})
+
+
 class BatchHooks:
     """The two batch hooks of one mode, of all callbacks of a list at once.
 

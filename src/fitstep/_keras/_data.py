@@ -7,7 +7,7 @@ yields is copied, and slices of the user's arrays are too.
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
 from typing import Any
 
@@ -117,7 +117,27 @@ class Arrays(ArrayDataAdapter):
         )
 
 
-class Generated(DataAdapter):
+class _Unsized(DataAdapter):
+    """A source of which nothing is known beforehand."""
+
+    @property
+    def num_batches(self) -> None:
+        return None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+
+class Generated(_Unsized):
     """A Python generator, of which no batch is drawn before a step needs it.
 
     Keras's adapter draws two at once.
@@ -150,27 +170,50 @@ class Generated(DataAdapter):
         for batch in self._generator:
             yield copied(_checked_tuple(batch))
 
-    @property
-    def num_batches(self) -> None:
-        return None
 
-    @property
-    def batch_size(self) -> None:
-        return None
+class Iterated(_Unsized):
+    """An iterable of batches, such as a list or a loader of the user's, iterated anew each pass."""
 
-    @property
-    def has_partial_batch(self) -> None:
-        return None
+    def __init__(self, iterable: Iterable[Any]):
+        self._iterable = iterable
 
-    @property
-    def partial_batch_size(self) -> None:
-        return None
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        yield from data_adapter_utils.get_jax_iterator(map(_checked_tuple, self._iterable))
+
+
+def iterated(data: Any) -> Any:
+    """Any iterable of batches that `keras.Model.fit` does not know, as something that `source` does.
+
+    An iterator is gone through once, another iterable once a pass. What Keras knows stays as it is.
+    """
+    in_tuples = isinstance(data, list) and bool(data) and all(isinstance(b, tuple) for b in data)
+    if not in_tuples and (_is_known(data) or can_convert_arrays(data)):
+        return data
+    if isinstance(data, Iterator):
+        return (batch for batch in data)
+    return Iterated(data) if isinstance(data, Iterable) else data
+
+
+def _is_known(data: Any) -> bool:
+    return (
+        isinstance(data, DataAdapter | keras.utils.PyDataset | types.GeneratorType)
+        or data_adapters.is_tf_dataset(data)
+        or data_adapters.is_torch_dataloader(data)
+        or data_adapters.is_grain_dataset(data)
+    )
+
+
+def is_shuffled_by_rows(x: Any, *others: Any) -> bool:
+    """Whether `shuffle` is ours to do: for arrays, and for a `PyDataset` that has a length."""
+    if isinstance(x, keras.utils.PyDataset):
+        return x.num_batches is not None
+    return not isinstance(x, DataAdapter) and can_convert_arrays((x, *others))
 
 
 def _checked_tuple(batch: Any) -> tuple[Any, ...]:
     if not isinstance(batch, tuple):
         raise DataError(
-            "A generator must yield tuples: (x,), (x, y) or (x, y, sample_weight). "
+            "A batch must be a tuple: (x,), (x, y) or (x, y, sample_weight). "
             f"Received: {batch!r:.80} of type {type(batch).__name__}."
         )
     return as_arrays(batch)
@@ -340,6 +383,11 @@ def source(
     for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
         if count is not None and count < (1 if name == "batch_size" else 0):
             raise ValueError(f"{name} must be >= 1. Received: {count}.")
+    if isinstance(x, Iterated) and class_weight is not None:
+        raise ValueError(
+            f"`class_weight` is not supported for batches from an iterable. Give each batch its "
+            f"`sample_weight`. Received: class_weight={class_weight}"
+        )
     if isinstance(x, DataAdapter):
         return BatchSource(CopiedBatches(x), ahead=False)
     if can_convert_arrays((x, y, sample_weight)):

@@ -5,6 +5,7 @@ callbacks hear of. Memory that was handed to a program is never written to again
 CPU uses it as it is.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -294,10 +295,24 @@ class Epochs:
         source: where the batches come from.
         epochs: the number of the last epoch, counted from 0, plus one.
         steps: the batches of an epoch; None takes a whole pass.
+        warns: whether to say that a source which is iterated once has ended.
+
+    Attributes:
+        remaining: the batches of all epochs to come; not counted here.
     """
 
-    def __init__(self, source: _data.Source, *, epochs: int = 1, steps: int | None = None):
+    remaining: int | None = None
+
+    def __init__(
+        self,
+        source: _data.Source,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        warns: bool = True,
+    ):
         self.source = source
+        self._warns = warns
         self._epochs = epochs
         self._steps = steps
         self._passes = _Passes(source)
@@ -378,7 +393,7 @@ class Epochs:
         self._passes.end()
         self._left = 0
         # A source of unknown length that starts anew has ended an epoch, not interrupted it.
-        if self._steps or self.source.once:
+        if self._steps or (self.source.once and self._warns):
             warnings.warn(
                 "Your input ran out of data; interrupting training. Make sure that your dataset "
                 "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
@@ -395,17 +410,21 @@ class Rounds:
         passes: how often to go over the data.
         steps: the batches of a round.
         most: the batches of all rounds, if they are limited.
+
+    Attributes:
+        epochs: how many rounds there will be; infinity if that is not known.
+        remaining: the batches of all rounds to come, if that is known.
     """
 
     def __init__(self, source: _data.Source, *, passes: int, steps: int, most: int | None = None):
         self.source = source
         self.steps = steps
-        self._passes_left = passes
+        self._all_passes = self._passes_left = passes
         self._passes = _Passes(source)
         self._left = 0
-        all_batches = source.num_batches and source.num_batches * passes
-        known = [count for count in (all_batches, most) if count is not None]
-        self.epochs = -(-min(known) // steps) if known else None
+        self.remaining = None if source.num_batches is None else source.num_batches * passes
+        known = [count for count in (self.remaining, most) if count is not None]
+        self.epochs = -(-min(known) // steps) if known else math.inf
 
     def first_batch(self) -> Any:
         """The first batch, to build the model on; it is still the first to be drawn."""
@@ -443,6 +462,8 @@ class Rounds:
         """The next batches, as a pass draws them."""
         chunk = self._passes.draw(min(most, self._left), width)
         self._left -= chunk.count
+        if self.remaining is not None:
+            self.remaining -= chunk.count
         return chunk
 
     def end(self) -> None:
@@ -457,9 +478,18 @@ class Rounds:
         while self._passes_left:
             if (kind := self._passes.peek()) is not None:
                 return kind
-            empty = not self._passes.drawn
+            drawn, done = self._passes.drawn, self._all_passes - self._passes_left
             self.close()
-            self._passes_left = 0 if empty else self._passes_left - 1
+            self._passes_left = self._passes_left - 1 if drawn else 0
+            if not drawn and not done:
+                raise DataError("The data for training has no batch. Give at least one row.")
+            if not drawn:
+                warnings.warn(
+                    f"The source ran out of data after {done} of {self._all_passes} passes; "
+                    f"training ends. A generator is iterated once: give one that goes on, with "
+                    f"`max_steps`, or a source that starts anew, such as a `PyDataset`.",
+                    stacklevel=2,
+                )
         return None
 
     def _skip(self) -> None:

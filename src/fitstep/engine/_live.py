@@ -39,7 +39,7 @@ class Record:
         self.warned: set[str] = set()
         # For people to read: what was compiled, why programs went stale, how steps were run.
         self.compilations: list[Any] = []
-        self.compiled_for: dict[str, list[str]] = {}
+        self.compiled_for: dict[str, list[Any]] = {}
         self.stale: dict[str, str] = {}
         self.choices: dict[str, Any] = {}
         # The runs that are under way, the innermost last.
@@ -138,6 +138,7 @@ class Live:
         self.wiring = Wiring((), dict.fromkeys(PARTS, ()), [], ())
         self.last: list[Any] = []
         self.owns_metrics = False
+        self.waits = False  # for the caller's own loop to ask for the next step
         self._names: list[str] | None = None
 
     def given_up(self) -> list[int]:

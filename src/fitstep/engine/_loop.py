@@ -12,7 +12,7 @@ from keras import tree
 
 from fitstep._errors import DataError
 from fitstep._keras import _trainer
-from fitstep._keras._callbacks import BatchHooks
+from fitstep._keras._callbacks import BatchHooks, announce_steps
 from fitstep.engine._feed import one_batch
 from fitstep.engine._live import Live, record_of
 from fitstep.engine._outputs import Outputs, joined
@@ -69,7 +69,9 @@ def train(
         for epoch in feed.indices(first):
             # 2. Metrics start anew, and callbacks may still change anything.
             model.reset_metrics()
-            mark = _trainer.mark_nested(model)
+            mark, begun = _trainer.mark_nested(model), runner.steps
+            coming = _coming(run, begun)
+            announce_steps(callbacks, coming)
             callbacks.on_epoch_begin(epoch)
             if _trainer.ran_nested(model, mark):
                 model.reset_metrics()
@@ -78,12 +80,7 @@ def train(
             runner.begin_epoch()
             step_logs = _epoch(run, runner)
             if step_logs is None and epoch > first:
-                warnings.warn(
-                    f"The source ran out of data after {epoch - first} of {feed.epochs - first} "
-                    f"epochs; training ends. A generator is iterated once: give one that goes on, "
-                    f"with `steps_per_epoch`, or a source that starts anew, such as a `PyDataset`.",
-                    stacklevel=2,
-                )
+                _warn_of_end(epoch - first, feed.epochs - first)
                 break
             # 4. The logs of the epoch, read once its steps are done.
             logs = _epoch_logs(runner, step_logs)
@@ -92,6 +89,8 @@ def train(
                 ready()
             logs |= {f"val_{name}": value for name, value in (validate(epoch) or {}).items()}
             # 6. The callbacks see the epoch; one of them may stop the training.
+            if coming and not model.stop_training:
+                announce_steps(callbacks, min(coming, runner.steps - begun))
             callbacks.on_epoch_end(epoch, logs)
             trained = True
             if model.stop_training or runner.steps == run.max_steps:
@@ -155,17 +154,42 @@ def predict(run: Run) -> Any:
 
 def steps(run: Run) -> Iterator[dict[str, Any]]:
     """Train step by step, from one `next` to the other; yields the logs as they are computed."""
+    model, feed = run.model, run.feed
     with _running(run, "train") as runner:
-        for _ in run.feed.indices(0):
-            run.model.reset_metrics()
+        live = runner.live
+        for epoch in feed.indices(0):
+            model.reset_metrics()
             runner.begin_epoch()
-            run.feed.begin()
-            while run.feed.peek() is not None:
-                yield runner.execute(run.feed.draw(1, 1)).last
+            feed.begin()
+            logs = None
+            while (kind := feed.peek()) is not None:
+                if logs is None:
+                    runner.explain(kind, 1, 1, "`fitstep.steps` makes one step at a time")
+                logs = runner.execute(feed.draw(1, 1)).last
+                # The model is the caller's, who may run anything on it, until the next step.
+                mark, live.waits = _trainer.mark_nested(model), True
+                yield logs
+                live.waits = False
+                _take_over_metrics(live, mark)
                 if runner.steps == run.max_steps:
                     return
-            run.feed.end()
-            runner.live.end_epoch()
+            if logs is None:
+                if not epoch:
+                    raise DataError(_NO_BATCH.format(what="training"))
+                _warn_of_end(epoch, feed.epochs)
+                return
+            feed.end()
+            live.end_epoch()
+
+
+def _take_over_metrics(live: Live, mark: Any) -> None:
+    """Between two steps of the caller's own loop: a metric that was reset starts anew."""
+    if not live.changed_metrics():
+        return
+    if _trainer.ran_nested(live.model, mark) or len(live.record.running) > 1:
+        live.write_back()  # what another run left is no reset
+    else:
+        live.owns_metrics = False
 
 
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
@@ -229,7 +253,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
     logs: Any = None
     step = 0
     feed.begin()
-    while not feed.at_end() and runner.steps != run.max_steps:
+    while runner.steps != run.max_steps and not feed.at_end():
         # 1. The callbacks learn which step begins, unless they are told of several afterwards.
         if hooks.begins and not (together and run.stride == 1):
             _call(runner, hooks.begin, step)
@@ -241,7 +265,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
             wanted = _wanted(run, runner, begun + run.stride - step) if together else 1
             width = runner.room(kind, wanted)
             if step == 0:
-                runner.explain(kind, wanted, _limit(run, hooks, wanted))
+                runner.explain(kind, width, wanted, _limit(run, hooks, wanted))
             chunk = feed.draw(min(wanted, runner.most(kind, width)), width)
             # 3. Their steps.
             done = runner.execute(chunk, halt=hooks.halts)
@@ -270,6 +294,14 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
     return logs
 
 
+def _coming(run: Run, made: int) -> int | None:
+    """The steps of the epoch or round to come, if they are known."""
+    left = None if run.max_steps is None else run.max_steps - made
+    return min(
+        (n for n in (run.feed.steps, run.feed.remaining, left) if n is not None), default=None
+    )
+
+
 def _wanted(run: Run, runner: Runner, stride_left: int) -> int:
     """How many steps the next execution is to have at most."""
     most = MOST_STEPS
@@ -292,7 +324,9 @@ def _limit(run: Run, hooks: BatchHooks, wanted: int) -> str:
         return f"callbacks act between steps: {hooks.obstacle}"
     if not run.feed.source.ahead:
         return "the source is asked for a batch only when a step needs it"
-    return f"an epoch or round has {wanted} steps"
+    if run.feed.steps == wanted:
+        return f"steps of an epoch or round: {wanted}"
+    return f"`max_steps` leaves {wanted}"
 
 
 def _tell(
@@ -309,14 +343,26 @@ def _tell(
         _call(runner, functools.partial(hooks.end, with_begin=not told), end - 1, logs)
 
 
+_NO_BATCH = (
+    "The data for {what} has no batch, or none any more. Give at least one row; a generator is "
+    "iterated once, so give one that goes on, with a number of steps, or a source that starts "
+    "anew, such as a `PyDataset`."
+)
+
+
+def _warn_of_end(epochs: int, of: int) -> None:
+    warnings.warn(
+        f"The source ran out of data after {epochs} of {of} epochs; training ends. A generator "
+        f"is iterated once: give one that goes on, with `steps_per_epoch`, or a source that "
+        f"starts anew, such as a `PyDataset`.",
+        stacklevel=3,
+    )
+
+
 def _epoch_logs(runner: Runner, step_logs: Any) -> dict[str, Any]:
     if step_logs is None:
         what = "training" if runner.live.mode == "train" else "evaluation or validation"
-        raise DataError(
-            f"The data for {what} has no batch, or none any more. Give at least one row; a "
-            f"generator is iterated once, so give one that goes on, with a number of steps, or a "
-            f"source that starts anew, such as a `PyDataset`."
-        )
+        raise DataError(_NO_BATCH.format(what=what))
     averages = runner.means.result()
     if averages:
         return {**step_logs, **averages}

@@ -98,9 +98,9 @@ def joined(results: Sequence[Executed]) -> Any:
 
 
 def _rows_of(done: Executed) -> Any:
-    """The outputs of one execution on the host."""
+    """The outputs of one execution on the host; a number for a batch makes one row."""
     if done.stacked is None:
-        return tree.map_structure(np.asarray, done.last)
+        return tree.map_structure(lambda output: np.atleast_1d(np.asarray(output)), done.last)
 
     def unstacked(stack: Any) -> np.ndarray:
         made = np.asarray(stack)[: done.count]

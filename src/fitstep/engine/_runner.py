@@ -31,6 +31,9 @@ MOST_STEPS = 16
 MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
 _USUAL = ("the first", "another batch")
+_MODEL_CHANGED = "changed on the model"
+_PATIENCE = 3  # changes of the model between steps that are called one by one
+_MOST_NAMED = 5  # kinds of batches in a message
 # Chunks above this size do not pile up while earlier ones run.
 SMALL = 2**20
 IN_FLIGHT = 3
@@ -108,11 +111,11 @@ class Runner:
         self.steps = 0  # of this run
         self._max_compiles = max_compiles
         self.long = True  # a run of many steps, not of one batch
-        self._compiled_for: list[str] = []  # in this run
+        self._compiled_for: list[tuple[Kind, str]] = []  # in this run
         self._causes: dict[Kind, str] = {}
         self._key: tuple[Any, ...] = ()
         # Within a run its programs stay; a nested run must not drop them.
-        if not live.record.running:
+        if all(other.waits for other in live.record.running):
             _drop_stale(live.record, fingerprint(live.model))
 
     def begin_epoch(self) -> None:
@@ -154,21 +157,19 @@ class Runner:
             return "`donate=False` keeps the state before every step"
         return ""
 
-    def explain(self, kind: Kind, wanted: int, other: str) -> None:
+    def explain(self, kind: Kind, width: int, wanted: int, why: str) -> None:
         """Note for people to read how many steps share an execution, and why not more.
 
         Args:
-            wanted: as `room` was asked for.
-            other: why the loop wants no more; empty if it would take any number.
+            width: how many batches an execution has room for.
+            wanted, why: how many the loop wants at most, and its reason, empty if it has none.
         """
-        width, programs = self.room(kind, wanted), self._programs_of_kind(kind)
-        reason = self.obstacle() or programs.alone or other
-        if not self.obstacle() and not programs.alone and width < wanted:
+        reason = self.obstacle() or self._programs_of_kind(kind).alone
+        if not reason and width < wanted:
             reason = f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
-        choice = _facts.Choice(
-            self.live.mode, min(width, wanted), reason or f"{MOST_STEPS} have all of the gain"
-        )
-        self.live.record.choices[self.live.mode] = choice
+        reason = reason or why or f"{MOST_STEPS} have all of the gain"
+        mode = self.live.mode
+        self.live.record.choices[mode] = _facts.Choice(mode, min(width, wanted), reason)
 
     def most(self, kind: Kind, width: int) -> int:
         """How many of the stacked batches to run in one execution, for it not to take long."""
@@ -394,7 +395,7 @@ class Runner:
         """Why the programs that are there do not do for this kind of batch, in words."""
         record, mode = self.live.record, self.live.mode
         if stale := record.stale.pop(mode, ""):
-            return f"changed on the model: {stale}"
+            return f"{_MODEL_CHANGED}: {stale}"
         others = [known for known in self._programs if known is not kind and known != kind]
         if others:
             return "another batch"
@@ -402,16 +403,18 @@ class Runner:
         return f"changed: {_facts.changed(keys[-1], self._key)}" if keys else "the first"
 
     def _check_compiles(self, kind: Kind) -> None:
-        """Say what was compiled for before, from the third time in a run on.
+        """Say what was compiled for before, from the third kind of batch in a run on.
 
         Raises:
-            DataError: if it is one more than was allowed.
+            DataError: if it is one more compilation than was allowed.
         """
         mode, record, cause = self.live.mode, self.live.record, self._causes[kind]
         # Steps that are called one by one are each a run of their own.
         compiled_for = self._compiled_for if self.long else record.compiled_for.setdefault(mode, [])
         here = _facts.described(kind) + ("" if cause in _USUAL else f" ({cause})")
-        before, count = "; ".join(compiled_for), len(compiled_for)
+        kinds, count = {known for known, _ in compiled_for}, len(compiled_for)
+        before = "; ".join(text for _, text in compiled_for[-_MOST_NAMED:])
+        before = f"{count - _MOST_NAMED} others; {before}" if count > _MOST_NAMED else before
         if self._max_compiles is not None and count >= self._max_compiles:
             raise DataError(
                 f"`{METHODS[mode]}` would be compiled once more than `max_compiles="
@@ -419,15 +422,22 @@ class Runner:
                 f"{before or 'nothing'}. Give all batches one shape, e.g. by padding, and drop "
                 f"the remainder or allow one more compilation for it."
             )
+        changes = sum(_MODEL_CHANGED in text for _, text in compiled_for)
+        model_changed = cause.startswith(_MODEL_CHANGED) and changes >= _PATIENCE
         # Nobody can give sparse batches equally many entries, so nobody is told to.
-        if count >= 2 and cause in _USUAL and not _facts.is_sparse(kind):
+        another = kind not in kinds and len(kinds) >= 2 and not _facts.is_sparse(kind)
+        if model_changed or another:
+            advice = "Give all batches one shape, e.g. by padding to a few fixed lengths"
+            if model_changed:
+                advice = "Keep what changes in a `keras.Variable`, or out of the model"
+            elif self.long:
+                advice += "; `max_compiles=` makes one too many an error"
             warnings.warn(
                 f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
-                f"time costs as much as the first. Give all batches one shape, e.g. by padding "
-                f"to a few fixed lengths; `max_compiles=` makes one too many an error.",
+                f"time costs as much as the first. {advice}.",
                 stacklevel=2,
             )
-        compiled_for.append(here)
+        compiled_for.append((kind, here))
 
     def _trace(self, arrays: list[Any], kind: Kind) -> Traced:
         before = fingerprint(self.live.model)
@@ -461,7 +471,9 @@ def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
     """Forget the programs of a model whose Python side has changed since the last run."""
     changed = differences(record.fingerprint or {}, current) - record.changed_by_traces
     if record.fingerprint is not None and changed:
-        names = sorted({f"`{name}`" for _, name in changed if name}) or ["its layers"]
+        # `trainable` is a property, of which Keras keeps the value under another name.
+        found = {"trainable" if name == "_trainable" else name for _, name in changed if name}
+        names = sorted(f"`{name}`" for name in found) or ["its layers"]
         modes = {key[0] for key in record.programs}
         record.stale.update(dict.fromkeys(modes, ", ".join(names[:5])))
         record.programs.clear()

@@ -44,6 +44,13 @@ class Front:
         self.hold.receive(self.handler, number, frame)
 
 
+def _fronts(handler: Any) -> Iterator[Front]:
+    """The fronts of a handler, from the outermost on."""
+    while isinstance(handler, Front):
+        yield handler
+        handler = handler.handler
+
+
 class Hold:
     """Defers the user's signal handlers while `held` is true.
 
@@ -58,7 +65,7 @@ class Hold:
         self._numbers: set[int] = set()
         self._raised: BaseException | None = None
         self._dropped = False
-        self._report_dropped: Callable[..., Any] = sys.unraisablehook
+        self.report_dropped: Callable[..., Any] = sys.unraisablehook
 
     def receive(self, handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
         """A signal came: call the user's handler, now or at the release."""
@@ -96,7 +103,7 @@ class Hold:
         if unraisable.exc_value is self._raised and self._raised is not None:
             self._dropped = True
         else:
-            self._report_dropped(unraisable)
+            self.report_dropped(unraisable)
 
     def install(self, numbers: Iterable[int] = _COMMON) -> None:
         """Stand in front of the user's handlers; also of one installed since the last call."""
@@ -104,13 +111,14 @@ class Hold:
             self.raise_swallowed()
         for number in numbers:
             handler = signal.getsignal(number)
-            if callable(handler) and getattr(handler, "hold", None) is not self:
+            # Another hold that was installed later may stand in front of this one.
+            if callable(handler) and all(front.hold is not self for front in _fronts(handler)):
                 signal.signal(number, Front(self, handler))
                 self._numbers.add(number)
 
     def watch(self) -> None:
         """Notice what Python drops, from now until `uninstall`."""
-        self._report_dropped, sys.unraisablehook = sys.unraisablehook, self.watch_dropped
+        self.report_dropped, sys.unraisablehook = sys.unraisablehook, self.watch_dropped
 
     def release(self) -> None:
         """Stop holding, and deliver what came in the meantime."""
@@ -128,13 +136,28 @@ class Hold:
             self.release()
 
     def uninstall(self) -> None:
-        """Put the user's handlers back, where nobody else has put one."""
+        """Put the user's handlers back, where nobody else has put one.
+
+        Holds may end in any order, such as those of two `fitstep.steps` at once.
+        """
         for number in self._numbers:
-            front = signal.getsignal(number)
-            if isinstance(front, Front) and front.hold is self:
-                signal.signal(number, front.handler)
-        if sys.unraisablehook == self.watch_dropped:
-            sys.unraisablehook = self._report_dropped
+            above = None
+            for front in _fronts(signal.getsignal(number)):
+                if front.hold is not self:
+                    above = front
+                elif above is not None:
+                    above.handler = front.handler
+                else:
+                    signal.signal(number, front.handler)
+        above, hook = None, sys.unraisablehook
+        while isinstance(hold := getattr(hook, "__self__", None), Hold):
+            if hold is not self:
+                above = hold
+            elif above is not None:
+                above.report_dropped = self.report_dropped
+            else:
+                sys.unraisablehook = self.report_dropped
+            hook = hold.report_dropped
 
 
 class NoHold(Hold):
