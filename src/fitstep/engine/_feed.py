@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fitstep._errors import DataError
-from fitstep._keras import _data
+from fitstep._keras import _data, _devices
 
 # An array source gathers about this much at once, in a thread, while the steps before it run.
 _SLAB_BYTES = 4 * 2**20
@@ -55,10 +55,15 @@ def kind_of(leaves: list[Any], structure: Any) -> Kind:
     )
 
 
-def one_batch(batch: Any) -> Chunk:
-    """A batch that is there already."""
+def one_batch(batch: Any, *, placed: bool = True) -> Chunk:
+    """A batch that is there already.
+
+    Args:
+        placed: bring it to the devices of Keras's distribution.
+    """
     leaves, structure = jax.tree.flatten(batch)
-    return Chunk(tuple(_data.placed(leaves)), kind_of(leaves, structure))
+    kind = kind_of(leaves, structure)
+    return Chunk(tuple(_devices.placed(leaves) if placed else leaves), kind)
 
 
 class _Pass(Protocol):
@@ -123,7 +128,7 @@ class _ArrayPass:
         self.drawn += count
         if width > 1:
             leaves = [leaf.reshape(width, size, *leaf.shape[1:]) for leaf in leaves]
-        return Chunk(tuple(_data.placed(leaves, stacked=width > 1)), kind, count, width)
+        return Chunk(tuple(_devices.placed(leaves, stacked=width > 1)), kind, count, width)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -213,7 +218,7 @@ class _BatchPass:
                     self._error = error
         assert kind is not None
         if width == 1 or (len(batches) == 1 and kind not in self._stacked):
-            return Chunk(tuple(_data.placed(batches[0])), kind)
+            return Chunk(tuple(_devices.placed(batches[0])), kind)
         self._stacked.add(kind)
         stacks = []
         for place, (shape, dtype) in enumerate(kind.shapes):
@@ -221,7 +226,7 @@ class _BatchPass:
             for i, leaves in enumerate(batches):
                 stack[i] = leaves[place]
             stacks.append(stack)
-        return Chunk(tuple(_data.placed(stacks, stacked=True)), kind, len(batches), width)
+        return Chunk(tuple(_devices.placed(stacks, stacked=True)), kind, len(batches), width)
 
     def close(self) -> None:
         close = getattr(self._batches, "close", None)

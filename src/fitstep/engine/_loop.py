@@ -138,7 +138,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
     with _running(Run(model=model, step=step, feed=None, callbacks=None), mode) as runner:
-        result = runner.execute(one_batch(batch)).last
+        chunk = one_batch(batch, placed=not runner.live.is_elsewhere)
+        result = runner.execute(chunk).last
         if mode == "predict":
             return tree.map_structure(np.array, result)
         return _trainer.as_numbers(result)

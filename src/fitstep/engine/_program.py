@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 from jax.extend.core import jaxpr_as_fun
 
-from fitstep._keras import _data
 from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._trace import Traced, donated, placed
@@ -43,6 +41,23 @@ class Program:
         self.extras = traced.extras
 
 
+def _shardings(traced: Traced, *, stacked: bool = False) -> tuple[Any, Any, Any] | None:
+    """How the new arrays, the logs or outputs, and all else that a program returns are to lie.
+
+    Variables stay where they are, so that one program can run after the other, and outputs are
+    divided as the batch is.
+    """
+    devices = traced.devices
+    if devices.mesh is None:
+        return None
+    results = everywhere = devices.everywhere()
+    if traced.mode == "predict":
+        results = jax.tree.map(
+            lambda one: devices.sharding(one.shape, stacked=stacked), traced.results[1]
+        )
+    return tuple(traced.arrays[i].sharding for i in traced.written), results, everywhere
+
+
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     if len(places) < 2:
         return lambda arrays: tuple(arrays[i] for i in places)
@@ -58,8 +73,7 @@ def compile_step(traced: Traced, *, checked: bool = False) -> Program:
     """
     given, left, batch = traced.inputs
     extras, rows = traced.extras, traced.rows
-    distributed = keras.distribution.distribution() is not None
-    if traced.fresh and not (extras or distributed or checked):
+    if traced.fresh and not (extras or traced.devices.mesh or checked):
         return Program(traced.fresh[0].lower().compile(), traced)
     outputs, jaxpr = jax.tree.structure(traced.results), jaxpr_as_fun(traced.jaxpr)
 
@@ -74,11 +88,10 @@ def compile_step(traced: Traced, *, checked: bool = False) -> Program:
         return new, result, means
 
     step_with_means.__name__ = step_with_means.__qualname__ = METHODS[traced.mode]
-    shardings = None
-    if distributed:
-        shardings = (tuple(traced.arrays[i].sharding for i in traced.written), None, None)
     program = jax.jit(
-        step_with_means, donate_argnums=donated(traced.given_up), out_shardings=shardings
+        step_with_means,
+        donate_argnums=donated(traced.given_up),
+        out_shardings=_shardings(traced),
     )
     if checked:
         return Program(program, traced)
@@ -139,11 +152,13 @@ def compile_loop(traced: Traced, width: int) -> Program:
         return new, last, means, results, made
 
     steps.__name__ = steps.__qualname__ = f"{METHODS[traced.mode]}s"
-    shardings = None
-    if keras.distribution.distribution() is not None:
-        shardings = (tuple(traced.arrays[i].sharding for i in written), None, None, None, None)
+    devices = traced.devices
+    shardings = _shardings(traced, stacked=True)
+    if shardings is not None:
+        new, results, others = shardings
+        shardings = (new, others, others, results, others)
     stack = tuple(
-        jax.ShapeDtypeStruct((width, *shape), dtype, sharding=_data.sharding(shape, stacked=True))
+        jax.ShapeDtypeStruct((width, *shape), dtype, sharding=devices.sharding(shape, stacked=True))
         for shape, dtype in traced.kind.shapes
     )
     means = _means.no_means(len(extras)) if extras else ()

@@ -6,11 +6,10 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import jax
-import keras
 import numpy as np
 
 from fitstep._errors import DataError
-from fitstep._keras import _trainer
+from fitstep._keras import _devices, _trainer, _values
 from fitstep._returned import check_scalars
 from fitstep._state import METHODS
 from fitstep.engine import _facts, _live
@@ -117,6 +116,7 @@ class Runner:
         with self.live.record.lock:
             self.live.recover()
             self.live.relist()
+            self.live.place(where_it_is=self.live.mode == "predict" and not self.long)
             self.live.read()
             self.live.owns_metrics = True
         self.means.clear()
@@ -192,6 +192,9 @@ class Runner:
             result = self._step_eagerly(arrays, chunk)
             self.steps += 1
             return Executed(result)
+        if live.devices.mesh is not None and live.devices.distribution is None:
+            leaves = live.devices.placed(chunk.leaves)
+            chunk = chunk._replace(leaves=tuple(leaves))
         program = self._program(arrays, chunk)
         self.means.use(program.extras, program.extras)
         self._limit_flight(chunk)
@@ -246,6 +249,8 @@ class Runner:
         live, batch = self.live, jax.tree.unflatten(chunk.kind.structure, chunk.leaves)
         with self.hold.patiently():
             result, new = run_eagerly(self._step, live, arrays, batch)
+            if live.devices.mesh is not None:
+                new = [_devices.like(one, old) for one, old in zip(new, arrays, strict=True)]
             live.write(jax.block_until_ready(new))
             if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
                 self._average_eagerly(result, arrays, batch)
@@ -311,13 +316,19 @@ class Runner:
                 self.checked,
                 _setting("jax_enable_x64"),
                 _setting("jax_default_matmul_precision"),
-                keras.distribution.distribution(),
+                self._devices_key(),
                 live.wiring.signature,
             )
             # What JAX compiles itself keeps the model alive, so it must not outlive the run.
             kept = self._own_programs if self.checked else live.record.programs
             self._programs = kept.setdefault(self._key, {})
         return self._programs.setdefault(kind, Programs())
+
+    def _devices_key(self) -> Any:
+        live = self.live
+        if live.devices.mesh is None:
+            return None
+        return live.devices.key(), _devices.shardings(_values.read(live.wiring.variables))
 
     def _programs_for(self, arrays: list[Any], kind: Kind) -> Programs:
         """The programs of a kind of batch; the first time it is traced, to know what is in it."""
