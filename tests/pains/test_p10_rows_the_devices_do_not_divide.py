@@ -92,7 +92,8 @@ class Uneven(keras.utils.PyDataset):
 
     def __init__(self, x, y):
         super().__init__()
-        self.parts = list(zip(*(np.split(a, np.cumsum(self.sizes)) for a in (x, y)), strict=True))
+        ends = np.cumsum(self.sizes)[:-1]
+        self.parts = list(zip(np.split(x, ends), np.split(y, ends), strict=True))
 
     def __len__(self):
         return len(self.sizes)
@@ -109,13 +110,13 @@ def test_a_source_may_give_batches_of_any_size(kind):
     model = linear()
     x, y = table(sum(Uneven.sizes))
     want = model.get_weights()
-    for bx, by in Uneven(x, y).parts[:-1]:
+    for bx, by in Uneven(x, y).parts:
         _, want = descent(want, bx, by, len(bx), epochs=1)
     if kind == "PyDataset":
-        fs.fit(model, Uneven(x, y), steps_per_epoch=4, shuffle=False, verbose=0)
+        fs.fit(model, Uneven(x, y), steps_per_epoch=5, shuffle=False, verbose=0)
     else:
         parts = Uneven(x, y).parts
-        fs.fit(model, (part for part in parts), steps_per_epoch=4, shuffle=False, verbose=0)
+        fs.fit(model, (part for part in parts), steps_per_epoch=5, shuffle=False, verbose=0)
     for got, expected in zip(model.get_weights(), want, strict=True):
         np.testing.assert_allclose(got, expected, **CLOSE)
 

@@ -66,7 +66,7 @@ class Devices(NamedTuple):
             is_weight: whether it belongs to the model itself, not to its optimizer or metrics.
         """
         assert self.mesh is not None
-        remedy = "call `compile` again, with a new optimizer"
+        remedy = "call `compile` again, with a new optimizer and new metrics"
         if is_weight:
             remedy = (
                 "make the model anew under it: `new = keras.models.clone_model(model)`, "
