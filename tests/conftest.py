@@ -7,6 +7,9 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nothing that a test does depends on an earlier run, or stays in the user's folders.
 os.environ["FITSTEP_CACHE"] = "0"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import jax
 import keras

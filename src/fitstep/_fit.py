@@ -14,7 +14,7 @@ from fitstep import _step
 from fitstep._keras import _data, _trainer
 from fitstep.engine import _loop
 from fitstep.engine._feed import Epochs, Rounds
-from fitstep.engine._live import alone, record_of
+from fitstep.engine._live import alone, check_devices, record_of
 
 
 def fit(
@@ -367,6 +367,7 @@ def _closed_after_failure(feed: Epochs | Rounds) -> Iterator[None]:
 
 
 def _build(model: Any, first_batch: Callable[[], Any]) -> None:
+    check_devices(model)
     # The batch is drawn before: the user's source may take long, or use the model itself.
     batch = first_batch() if _trainer.needs_batch(model) else None
     if batch is not None or _trainer.needs_slots(model):

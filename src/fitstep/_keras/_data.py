@@ -7,7 +7,7 @@ yields is copied, and slices of the user's arrays are too.
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from typing import Any
 
@@ -442,41 +442,6 @@ def limited_steps(steps: int | None) -> int | None:
         warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=4)
         return limit
     return steps
-
-
-def placed(leaves: Sequence[Any], *, stacked: bool = False) -> Sequence[Any]:
-    """The arrays of a batch, or of a stack of batches, where the devices want them.
-
-    Rows are divided among the devices of Keras's distribution; a batch that they do not divide is
-    given to each of them whole.
-    """
-    if keras.distribution.distribution() is not None:
-        return [
-            jax.device_put(leaf, sharding(leaf.shape[1:], stacked=True))
-            if stacked
-            else jax.device_put(leaf, sharding(leaf.shape))
-            for leaf in leaves
-        ]
-    if jax.default_backend() == "cpu":
-        return leaves
-    return jax.device_put(list(leaves))
-
-
-def sharding(shape: tuple[int, ...], *, stacked: bool = False) -> Any:
-    """How an array of a batch lies on the devices of Keras's distribution; None without one."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return None
-    probe = distribution.get_data_layout(shape or (1,)).backend_layout
-    spec = probe.spec
-    try:
-        probe.shard_shape(shape)
-    except ValueError:
-        spec = jax.sharding.PartitionSpec()
-    if not shape:
-        spec = jax.sharding.PartitionSpec()
-    spec = jax.sharding.PartitionSpec(None, *spec) if stacked else spec
-    return jax.sharding.NamedSharding(probe.mesh, spec)
 
 
 def _canonical(dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fitstep._errors import DataError
-from fitstep._keras import _data
+from fitstep._keras import _data, _devices
 
 # An array source gathers about this much at once, in a thread, while the steps before it run.
 _SLAB_BYTES = 4 * 2**20
@@ -56,10 +56,15 @@ def kind_of(leaves: list[Any], structure: Any) -> Kind:
     )
 
 
-def one_batch(batch: Any) -> Chunk:
-    """A batch that is there already."""
+def one_batch(batch: Any, *, placed: bool = True) -> Chunk:
+    """A batch that is there already.
+
+    Args:
+        placed: bring it to the devices of Keras's distribution.
+    """
     leaves, structure = jax.tree.flatten(batch)
-    return Chunk(tuple(_data.placed(leaves)), kind_of(leaves, structure))
+    kind = kind_of(leaves, structure)
+    return Chunk(tuple(_devices.placed(leaves) if placed else leaves), kind)
 
 
 class _Pass(Protocol):
@@ -73,8 +78,12 @@ class _Pass(Protocol):
     def next_batch(self) -> Any:
         """The next batch as it is, still to be drawn."""
 
-    def draw(self, most: int, width: int) -> Chunk:
-        """The next batches, up to `most` of one kind, in a stack if `width` is more than 1."""
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
+        """The next batches, up to `most` of one kind, in a stack if `width` is more than 1.
+
+        Args:
+            prompt: look at no rows beyond them, since somebody may change the data between steps.
+        """
         ...
 
     def close(self) -> None:
@@ -105,12 +114,12 @@ class _ArrayPass:
         leaves = self._gathered(self._row, self._row + rows, 0)
         return jax.tree.unflatten(kind.structure, leaves)
 
-    def draw(self, most: int, width: int) -> Chunk:
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         size = min(self._source.batch_size, self._source.rows - self._row)
         full = size == self._source.batch_size
         width = width if full else 1
         kind = _kind_of_rows(self._source, size)
-        if not full:
+        if not full or (prompt and width == 1):
             count, leaves = 1, self._gathered(self._row, self._row + size, 0)
         else:
             start = self._row - self._slab_rows[0]
@@ -124,7 +133,7 @@ class _ArrayPass:
         self.drawn += count
         if width > 1:
             leaves = [leaf.reshape(width, size, *leaf.shape[1:]) for leaf in leaves]
-        return Chunk(tuple(_data.placed(leaves, stacked=width > 1)), kind, count, width)
+        return Chunk(tuple(_devices.placed(leaves, stacked=width > 1)), kind, count, width)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -199,7 +208,7 @@ class _BatchPass:
         leaves, kind = self._pending
         return jax.tree.unflatten(kind.structure, leaves)
 
-    def draw(self, most: int, width: int) -> Chunk:
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         kind = self.peek()
         batches = []
         # Nothing is drawn before it is needed: the last look is at the last batch.
@@ -214,7 +223,7 @@ class _BatchPass:
                     self._error = error
         assert kind is not None
         if width == 1 or (len(batches) == 1 and kind not in self._stacked):
-            return Chunk(tuple(_data.placed(batches[0])), kind)
+            return Chunk(tuple(_devices.placed(batches[0])), kind)
         self._stacked.add(kind)
         stacks = []
         for place, (shape, dtype) in enumerate(kind.shapes):
@@ -222,7 +231,7 @@ class _BatchPass:
             for i, leaves in enumerate(batches):
                 stack[i] = leaves[place]
             stacks.append(stack)
-        return Chunk(tuple(_data.placed(stacks, stacked=True)), kind, len(batches), width)
+        return Chunk(tuple(_devices.placed(stacks, stacked=True)), kind, len(batches), width)
 
     def close(self) -> None:
         close = getattr(self._batches, "close", None)
@@ -259,8 +268,8 @@ class _Passes:
             self.end()
             self._told = False
             self.source.end()
-        elif self.drawn:
-            self.end()
+        elif self.drawn or isinstance(self.source, _data.ArraySource):
+            self.end()  # arrays are shuffled anew after a look at them, as in Keras
 
     def peek(self) -> Kind | None:
         """The kind of this pass's next batch; None at its end."""
@@ -272,9 +281,9 @@ class _Passes:
                 self._pass = _BatchPass(self.source, self.source.num_batches)
         return self._pass.peek()
 
-    def draw(self, most: int, width: int) -> Chunk:
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         assert self._pass is not None
-        return self._pass.draw(most, width)
+        return self._pass.draw(most, width, prompt=prompt)
 
     def next_batch(self) -> Any:
         """The next batch as it is, still to be drawn."""
@@ -369,9 +378,10 @@ class Epochs:
             self._out_of_data()
         return kind
 
-    def draw(self, most: int, width: int) -> Chunk:
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         """The next batches, as a pass draws them."""
-        chunk = self._passes.draw(most if self._left is None else min(most, self._left), width)
+        most = most if self._left is None else min(most, self._left)
+        chunk = self._passes.draw(most, width, prompt=prompt)
         if self._left is not None:
             self._left -= chunk.count
         return chunk
@@ -458,9 +468,9 @@ class Rounds:
         """The kind of the next batch; None at the end of the round."""
         return self._next_in_passes() if self._left else None
 
-    def draw(self, most: int, width: int) -> Chunk:
+    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         """The next batches, as a pass draws them."""
-        chunk = self._passes.draw(min(most, self._left), width)
+        chunk = self._passes.draw(min(most, self._left), width, prompt=prompt)
         self._left -= chunk.count
         if self.remaining is not None:
             self.remaining -= chunk.count

@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from fitstep._errors import StateError
-from fitstep._keras import _data, _names, _trainer, _values
+from fitstep._keras import _data, _devices, _names, _trainer, _values
 from fitstep._keras._values import Cell
 from fitstep._state import ITERATED, PARTS, Layout, Naming, State
 from fitstep.engine._signals import uninterrupted
@@ -139,6 +139,8 @@ class Live:
         self.last: list[Any] = []
         self.owns_metrics = False
         self.waits = False  # for the caller's own loop to ask for the next step
+        self.devices = _devices.Devices()
+        self.is_elsewhere = False
         self._names: list[str] | None = None
 
     def given_up(self) -> list[int]:
@@ -151,11 +153,41 @@ class Live:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
         cells = (self.record.seed, self.record.step)
         self.wiring = wiring(self.model, self.mode, cells)
-        for cell in cells:
-            _place_like(self.wiring.variables[:-2], cell)
         self.last = [None] * len(self.wiring.variables)
         self.owns_metrics = False
         self._names = None
+
+    def place(self, *, where_it_is: bool = False) -> None:
+        """Find the devices of the run, before anything of it is traced.
+
+        Args:
+            where_it_is: run a model that is not on the distribution's devices on its own.
+
+        Raises:
+            StateError: names a variable that is not on the devices of Keras's distribution.
+        """
+        variables = self.wiring.variables[:-2]
+        arrays = _values.read(variables)
+        devices, elsewhere = _devices.found(arrays)
+        self.is_elsewhere = bool(elsewhere) and where_it_is
+        if self.is_elsewhere:
+            devices = _devices.built_on(arrays)
+        elif elsewhere:
+            first, weights = elsewhere[0], self.wiring.places
+            raise StateError(
+                devices.refusal(
+                    self.names()[first],
+                    arrays[first],
+                    more=len(elsewhere) - 1,
+                    is_weight=first in {*weights["trainable"], *weights["non_trainable"]},
+                )
+            )
+        self.devices = devices
+        # The seed and the count of steps are the engine's own. Without a distribution, what was
+        # made after it was unset joins the rest of the model.
+        joining = self.wiring.variables[0 if devices.distribution is None else -2 :]
+        if devices.mesh is not None or any(map(_devices.is_on_mesh, _values.read(joining))):
+            _values.write(joining, [devices.joined(array) for array in _values.read(joining)])
 
     def names(self) -> list[str]:
         """The name of each variable; looked up only for traces and errors."""
@@ -214,6 +246,8 @@ class Live:
                 array = self.last[i]
             if array is not self.last[i]:
                 array = self._fit_for_program(i, variable, array)
+                if self.devices.mesh is not None and self.last[i] is not None:
+                    array = _devices.like(array, self.last[i])
                 # In the middle of a run the next step may be given the array itself: the one
                 # that somebody has assigned stays theirs.
                 if i in given_up and self.last[i] is not None:
@@ -340,8 +374,9 @@ class Live:
             values = getattr(state, part)
             for name, i in zip(own.layout.names(part), self.wiring.places[part], strict=True):
                 if name in values:
-                    arrays[i] = jax.device_put(values[name], own_arrays[i].sharding)
-        arrays[-2:] = jnp.asarray(state.seed, "uint32"), jnp.asarray(state.step, "int32")
+                    arrays[i] = _devices.like(values[name], own_arrays[i])
+        arrays[-2] = _devices.like(jnp.asarray(state.seed, "uint32"), own_arrays[-2])
+        arrays[-1] = _devices.like(jnp.asarray(state.step, "int32"), own_arrays[-1])
         fresh = copies(arrays)
         _values.write(self.wiring.variables, fresh)
         self.record.slots = dict(state.slots)
@@ -352,15 +387,16 @@ class Live:
         return self.naming().state(arrays, step, seed, dict(self.record.slots))
 
 
-def _place_like(variables: Sequence[Any], cell: Cell) -> None:
-    """Put the seed or the count of steps on all devices of the mesh that the variables are on."""
-    for array in _values.read(variables):
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-            if cell.array.sharding != everywhere:
-                cell.array = jax.device_put(cell.array, everywhere)
-            return
+def check_devices(model: Any) -> None:
+    """Before anything is built on it: see that a model is on the distribution's devices.
+
+    Raises:
+        StateError: names a variable that is not.
+    """
+    if _devices.is_set():
+        live = Live(model, "train")
+        live.relist()
+        live.place()
 
 
 def copies(arrays: Sequence[Any]) -> list[Any]:

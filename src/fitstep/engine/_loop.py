@@ -128,6 +128,7 @@ def compiled_ahead(run: Run) -> Callable[[], None] | None:
         live = Live(run.model, "test")
         try:
             live.relist()
+            live.place()
             hooks = BatchHooks(run.callbacks, "test")
             runner = Runner(run.step, live, hold)
             together = run.stride > 1 or hooks.obstacle is None
@@ -165,7 +166,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             while (kind := feed.peek()) is not None:
                 if logs is None:
                     runner.explain(kind, 1, 1, "`fitstep.steps` makes one step at a time")
-                logs = runner.execute(feed.draw(1, 1)).last
+                logs = runner.execute(feed.draw(1, 1, prompt=True)).last
                 # The model is the caller's, who may run anything on it, until the next step.
                 mark, live.waits = _trainer.mark_nested(model), True
                 yield logs
@@ -195,7 +196,8 @@ def _take_over_metrics(live: Live, mark: Any) -> None:
 def on_batch(model: Any, step: Step, mode: str, batch: Any) -> Any:
     """One step on one batch, outside any epoch; its logs, or in prediction its outputs."""
     with _running(Run(model=model, step=step, feed=None, callbacks=None), mode) as runner:
-        result = runner.execute(one_batch(batch)).last
+        chunk = one_batch(batch, placed=not runner.live.is_elsewhere)
+        result = runner.execute(chunk).last
         if mode == "predict":
             return tree.map_structure(np.array, result)
         return _trainer.as_numbers(result)
@@ -266,7 +268,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
             width = runner.room(kind, wanted)
             if step == 0:
                 runner.explain(kind, width, wanted, _limit(run, hooks, wanted))
-            chunk = feed.draw(min(wanted, runner.most(kind, width)), width)
+            chunk = feed.draw(min(wanted, runner.most(kind, width)), width, prompt=not together)
             # 3. Their steps.
             done = runner.execute(chunk, halt=hooks.halts)
             results.append(done)

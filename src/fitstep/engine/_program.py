@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 
 from fitstep import _cache
-from fitstep._keras import _data
 from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._trace import Traced, donated, evaluated, placed
@@ -43,6 +41,23 @@ class Program:
         self.extras = traced.extras
 
 
+def _shardings(traced: Traced, *, stacked: bool = False) -> tuple[Any, Any, Any] | None:
+    """How the new arrays, the logs or outputs, and all else that a program returns are to lie.
+
+    Variables stay where they are, so that one program can run after the other, and outputs are
+    divided as the batch is.
+    """
+    devices = traced.devices
+    if devices.mesh is None:
+        return None
+    results = everywhere = devices.everywhere()
+    if traced.mode == "predict":
+        results = jax.tree.map(
+            lambda one: devices.sharding(one.shape, stacked=stacked), traced.results[1]
+        )
+    return tuple(traced.arrays[i].sharding for i in traced.written), results, everywhere
+
+
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     if len(places) < 2:
         return lambda arrays: tuple(arrays[i] for i in places)
@@ -64,7 +79,7 @@ def lower(traced: Traced, width: int) -> Any:
 def _lowered_step(traced: Traced) -> Any:
     """The step, with the running means of those of its logs that are no metrics."""
     given, left, batch = traced.inputs
-    if traced.fresh and not (traced.extras or keras.distribution.distribution() is not None):
+    if traced.fresh and not (traced.extras or traced.devices.mesh):
         return traced.fresh[0].lower()
     outputs = jax.tree.structure(traced.results)
 
@@ -102,19 +117,12 @@ def _jitted_step(traced: Traced, step: Callable[..., Any]) -> Any:
     return jax.jit(
         step_with_means,
         donate_argnums=donated(traced.given_up),
-        out_shardings=_shardings(traced, others=2),
+        out_shardings=_shardings(traced),
     )
 
 
 def _first_means(traced: Traced) -> Any:
     return _means.no_means(len(traced.extras)) if traced.extras else ()
-
-
-def _shardings(traced: Traced, *, others: int) -> Any:
-    """The new arrays stay where the old ones are; of the other results JAX decides."""
-    if keras.distribution.distribution() is None:
-        return None
-    return (tuple(traced.arrays[i].sharding for i in traced.written), *[None] * others)
 
 
 def _lowered_loop(traced: Traced, width: int) -> Any:
@@ -176,12 +184,14 @@ def _lowered_loop(traced: Traced, width: int) -> Any:
         return new, last, means, results, made
 
     steps.__name__ = steps.__qualname__ = f"{METHODS[traced.mode]}s"
+    devices, shardings = traced.devices, _shardings(traced, stacked=True)
+    if shardings is not None:
+        new, results, others = shardings
+        shardings = (new, others, others, results, others)
     stack = tuple(
-        jax.ShapeDtypeStruct((width, *shape), dtype, sharding=_data.sharding(shape, stacked=True))
+        jax.ShapeDtypeStruct((width, *shape), dtype, sharding=devices.sharding(shape, stacked=True))
         for shape, dtype in traced.kind.shapes
     )
     count, halt = jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((), "bool")
-    program = jax.jit(
-        steps, donate_argnums=donated(given_up), out_shardings=_shardings(traced, others=4)
-    )
+    program = jax.jit(steps, donate_argnums=donated(given_up), out_shardings=shardings)
     return program.lower(given, left, _first_means(traced), stack, count, halt)

@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
-import keras
 import numpy as np
 
 from fitstep._errors import DataError
-from fitstep._keras import _trainer
+from fitstep._keras import _devices, _trainer, _values
 from fitstep._returned import check_scalars
 from fitstep._state import METHODS
 from fitstep.engine import _facts, _live
@@ -123,6 +122,7 @@ class Runner:
         with self.live.record.lock:
             self.live.recover()
             self.live.relist()
+            self.live.place(where_it_is=self.live.mode == "predict" and not self.long)
             self.live.read()
             self.live.owns_metrics = True
         self.means.clear()
@@ -195,6 +195,9 @@ class Runner:
             result = self._step_eagerly(arrays, chunk)
             self.steps += 1
             return Executed(result)
+        if live.devices.mesh is not None and live.devices.distribution is None:
+            leaves = live.devices.placed(chunk.leaves)
+            chunk = chunk._replace(leaves=tuple(leaves))
         program = self._program(arrays, chunk)
         self.means.use(program.extras, program.extras)
         self._limit_flight(chunk)
@@ -269,6 +272,8 @@ class Runner:
         live, batch = self.live, jax.tree.unflatten(chunk.kind.structure, chunk.leaves)
         with self.hold.patiently():
             result, new = run_eagerly(self._step, live, arrays, batch)
+            if live.devices.mesh is not None:
+                new = [_devices.like(one, old) for one, old in zip(new, arrays, strict=True)]
             live.write(jax.block_until_ready(new))
             if live.mode != "predict" and not _trainer.is_stock(live.model, METHODS[live.mode]):
                 self._average_eagerly(result, arrays, batch)
@@ -322,12 +327,14 @@ class Runner:
             To be called before that: waits for the thread, and forgets the program if the model
             has changed since.
         """
-        width = self.room(kind, wanted)
-        record, programs, of_kinds = self.live.record, self._programs_of_kind(kind), self._programs
-        traced = self._traces.get(kind) or programs.traced
-        if self.obstacle() or width in programs.by_width or traced is None:
+        if self.obstacle():
             return lambda: None
         began = time.perf_counter()
+        programs = self._programs_for(self.live.read(), kind)
+        width, record, of_kinds = self.room(kind, wanted), self.live.record, self._programs
+        traced = self._traces.get(kind) or programs.traced
+        if width in programs.by_width or traced is None:
+            return lambda: None
         lowered = lower(traced, width)
         described, cause = _facts.described(kind), self._causes.pop(kind, "the first")
         # No reference to the arrays of this moment, which the training is about to replace.
@@ -371,13 +378,19 @@ class Runner:
                 self.checked,
                 _setting("jax_enable_x64"),
                 _setting("jax_default_matmul_precision"),
-                keras.distribution.distribution(),
+                self._devices_key(),
                 live.wiring.signature,
             )
             # What JAX compiles itself keeps the model alive, so it must not outlive the run.
             kept = self._own_programs if self.checked else live.record.programs
             self._programs = kept.setdefault(self._key, {})
         return self._programs.setdefault(kind, Programs())
+
+    def _devices_key(self) -> Any:
+        live = self.live
+        if live.devices.mesh is None:
+            return None
+        return live.devices.key(), _devices.shardings(_values.read(live.wiring.variables))
 
     def _programs_for(self, arrays: list[Any], kind: Kind) -> Programs:
         """The programs of a kind of batch; the first time it is traced, to know what is in it."""

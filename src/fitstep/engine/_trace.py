@@ -14,7 +14,8 @@ from jax.extend.core import Literal
 from keras import tree
 
 from fitstep._errors import StateError
-from fitstep._keras import _data, _trainer
+from fitstep._keras import _trainer
+from fitstep._keras._devices import Devices
 from fitstep._returned import check_logs, check_scalars
 from fitstep._state import METHODS
 from fitstep.engine._dataflow import BODIES, Dataflow
@@ -50,6 +51,7 @@ class Traced:
         log_names: the names of the logs, sorted.
         extras: those of the logs that are to be averaged over the rows.
         rows: of a batch.
+        devices: where all of these lie.
         fresh: JAX's own trace and the traced function, which refer to the model.
     """
 
@@ -65,6 +67,7 @@ class Traced:
     log_names: tuple[str, ...]
     extras: tuple[str, ...]
     rows: int
+    devices: Devices
     fresh: tuple[Any, Callable[..., Any]] | None
 
     def holds(self, *primitives: str) -> bool:
@@ -137,7 +140,7 @@ class _Trace:
         self.live, self.kind, structure = live, kind, kind.structure
         model, record, mode = live.model, live.record, live.mode
         # Not the arrays themselves, which would stay for as long as this does.
-        arrays = [_described(array) for array in arrays]
+        arrays = [_described(array, live.devices) for array in arrays]
         self.arrays = arrays
         naming, count = live.naming(), len(arrays)
         self.given_up = given_up = live.given_up() if donate else []
@@ -169,7 +172,7 @@ class _Trace:
             tuple(arrays[i] for i in given_up),
             tuple(arrays[i] for i in kept),
             tuple(
-                jax.ShapeDtypeStruct(shape, dtype, sharding=_data.sharding(shape))
+                jax.ShapeDtypeStruct(shape, dtype, sharding=live.devices.sharding(shape))
                 for shape, dtype in kind.shapes
             ),
         )
@@ -192,6 +195,7 @@ class _Trace:
             log_names=tuple(self.log_names),
             extras=self.extras(),
             rows=rows_of(jax.tree.unflatten(self.kind.structure, self.inputs[2])),
+            devices=self.live.devices,
             fresh=(self.traced, self.function),
         )
 
@@ -296,8 +300,8 @@ def placed(count: int, *groups: tuple[Sequence[int], Sequence[Any]]) -> list[Any
     return placed
 
 
-def _described(array: Any) -> jax.ShapeDtypeStruct:
-    placed = keras.distribution.distribution() is not None or getattr(array, "committed", False)
+def _described(array: Any, devices: Devices) -> jax.ShapeDtypeStruct:
+    placed = devices.mesh is not None or getattr(array, "committed", False)
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding if placed else None
     )
