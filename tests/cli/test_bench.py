@@ -79,7 +79,7 @@ def test_a_table_with_one_row_for_an_own_model(capsys, factory):
     assert main(["bench", factory, "--pairs", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    cells = r"\d+ +\d+  \d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]"
+    cells = r"\d+ +\d+  \d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\] +3"
     assert re.search(rf"^{re.escape(factory)} +{cells}$", out, re.MULTILINE)
 
 

@@ -38,11 +38,12 @@ class Subject(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What came out: seconds by side, and the steps of each timed fit."""
+    """What came out: seconds by side, the steps of each timed fit, and of each execution of ours."""
 
     name: str
     steps: int
     seconds: Mapping[str, Sequence[float]]
+    together: int
 
 
 def command(tokens: Sequence[str]) -> int:
@@ -92,7 +93,7 @@ def _measured(factory: str | None, pairs: int | None) -> list[Row]:
 
 
 def _time(subject: Subject, pairs: int | None, console: Any) -> Row:
-    from fitstep import fit
+    from fitstep import explain, fit
     from fitstep.records._timings import interleaved, ratio
 
     stock, ours = subject.build(), subject.build()
@@ -107,11 +108,8 @@ def _time(subject: Subject, pairs: int | None, console: Any) -> Row:
         "fs": lambda: fit(ours.model, **_arguments(ours, epochs)),
     }
     at_most = math.inf if pairs else AT_MOST
-    return Row(
-        subject.name,
-        steps * epochs,
-        interleaved(runs, pairs or PAIRS, at_most=at_most, after_turn=heard),
-    )
+    seconds = interleaved(runs, pairs or PAIRS, at_most=at_most, after_turn=heard)
+    return Row(subject.name, steps * epochs, seconds, explain(ours.model).choices[0].steps)
 
 
 def _calibrated(run: Run) -> tuple[int, int]:
@@ -258,6 +256,7 @@ def _cells(row: Row) -> dict[str, str]:
         "stock fit": f"{costs['stock']:.0f}",
         "fs.fit": f"{costs['fs']:.0f}",
         "fs / stock": str(_ratio(row)),
+        "steps together": str(row.together),
     }
 
 
@@ -267,7 +266,12 @@ def _as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "environment": environment(),
         "rows": [
-            {"model": row.name, "steps": row.steps, "seconds": dict(row.seconds)}
+            {
+                "model": row.name,
+                "steps": row.steps,
+                "steps_together": row.together,
+                "seconds": dict(row.seconds),
+            }
             | {"fs_over_stock": _ratio(row)._asdict()}
             for row in rows
         ],
