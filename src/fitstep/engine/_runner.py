@@ -234,12 +234,11 @@ class Runner:
             if not self.snapshot:
                 live.snapshot = None
         except Exception as error:
-            if chunk.count > 1:
-                first = self.steps + 1
+            if program.width > 1:
+                first, last = self.steps + 1, self.steps + chunk.count
                 error.add_note(
-                    f"fitstep: it is one of the steps {first} to {first + chunk.count - 1} of this "
-                    f"run, which share an execution; weights, optimizer and metrics are as before "
-                    f"them, 0 update(s) were taken back."
+                    f"fitstep: the execution of the steps {first} to {last} of this run failed; "
+                    f"weights, optimizer and metrics are as before it, 0 update(s) were taken back."
                 )
             raise
         finally:
