@@ -13,8 +13,9 @@ import pytest
 import fitstep
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r" +# .*")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -46,6 +47,17 @@ def test_links_lead_somewhere(page):
         if not (page.parent / target).exists()
     ]
     assert not missing
+
+
+def test_the_spanish_readme_says_the_same():
+    """It has the headings and the code blocks of the English one; only comments are translated."""
+
+    def outline(name):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        blocks = [(language, COMMENT.sub("", code)) for language, code in BLOCK.findall(text)]
+        return re.findall(r"^#+ ", BLOCK.sub("", text), re.MULTILINE), blocks
+
+    assert outline("README.es.md") == outline("README.md")
 
 
 def test_every_public_name_has_a_docstring():
