@@ -28,6 +28,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page):
     printed = ""
     for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":
+            assert not printed, f"{page.name} prints this, but does not show it: {printed}"
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile(text, str(page), "exec"), vars(module))
