@@ -31,6 +31,14 @@ class Leaks:
             classes |= dict.fromkeys(cls for cls in type(thing).__mro__ if not _is_foreign(cls))
         self._before += [(cls.__name__, cls, dict(vars(cls))) for cls in classes]
 
+    def __enter__(self) -> "Leaks":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """After a step that raised, take away what it left behind: the error is what counts."""
+        if error is not None:
+            self.take_away()
+
     def take_away(self) -> list[str]:
         """Put back what was there before the trace; returns the names of what was not."""
         leaks = []

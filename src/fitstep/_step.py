@@ -39,7 +39,7 @@ def run(
     """
     method = METHODS[mode]
     with contextlib.ExitStack() as stack:
-        leaks = Leaks(model)
+        leaks = stack.enter_context(Leaks(model))
         scope = stack.enter_context(_values.bound(naming.variables, arrays, naming.names))
         given = [scope.get_current_value(variable) for variable in naming.variables]
         trainable = [naming.variables[i] for i in naming.places["trainable"]]

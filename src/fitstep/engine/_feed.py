@@ -78,10 +78,14 @@ class _Pass(Protocol):
     def next_batch(self) -> Any:
         """The next batch as it is, still to be drawn."""
 
-    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
+    def draw(
+        self, most: int, width: int, *, left: int | None = None, prompt: bool = False
+    ) -> Chunk:
         """The next batches, up to `most` of one kind, in a stack if `width` is more than 1.
 
         Args:
+            left: how many batches the epoch or round has left, with these; rows beyond its end are
+                not looked at, since a callback may change the data there.
             prompt: look at no rows beyond them, since somebody may change the data between steps.
         """
         ...
@@ -114,7 +118,9 @@ class _ArrayPass:
         leaves = self._gathered(self._row, self._row + rows, 0)
         return jax.tree.unflatten(kind.structure, leaves)
 
-    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
+    def draw(
+        self, most: int, width: int, *, left: int | None = None, prompt: bool = False
+    ) -> Chunk:
         size = min(self._source.batch_size, self._source.rows - self._row)
         full = size == self._source.batch_size
         width = width if full else 1
@@ -124,7 +130,7 @@ class _ArrayPass:
         else:
             start = self._row - self._slab_rows[0]
             if not self._slab or start + width * size > len(self._slab[0]):
-                self._next_slab(kind, width)
+                self._next_slab(kind, width, left)
                 start = 0
             count = min(most, (self._slab_rows[1] - self._row) // size) if width > 1 else 1
             # A stack may overlap the next one: what is beyond its count is not looked at.
@@ -140,10 +146,12 @@ class _ArrayPass:
             self._pool.shutdown(cancel_futures=True)
             self._pool = self._ahead = None
 
-    def _next_slab(self, kind: Kind, width: int) -> None:
+    def _next_slab(self, kind: Kind, width: int, left: int | None) -> None:
         size = self._source.batch_size
         batches = max(width, _SLAB_BYTES // max(kind.nbytes, 1) // width * width)
         end = self._source.rows // size * size  # of the full batches
+        if left is not None:
+            end = min(end, self._row + left * size)
         room = (width - 1) * size
         stop = min(self._row + batches * size, end)
         ahead, self._ahead = self._ahead, None
@@ -208,7 +216,9 @@ class _BatchPass:
         leaves, kind = self._pending
         return jax.tree.unflatten(kind.structure, leaves)
 
-    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
+    def draw(
+        self, most: int, width: int, *, left: int | None = None, prompt: bool = False
+    ) -> Chunk:
         kind = self.peek()
         batches = []
         # Nothing is drawn before it is needed: the last look is at the last batch.
@@ -281,9 +291,11 @@ class _Passes:
                 self._pass = _BatchPass(self.source, self.source.num_batches)
         return self._pass.peek()
 
-    def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
+    def draw(
+        self, most: int, width: int, *, left: int | None = None, prompt: bool = False
+    ) -> Chunk:
         assert self._pass is not None
-        return self._pass.draw(most, width, prompt=prompt)
+        return self._pass.draw(most, width, left=left, prompt=prompt)
 
     def next_batch(self) -> Any:
         """The next batch as it is, still to be drawn."""
@@ -381,7 +393,7 @@ class Epochs:
     def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         """The next batches, as a pass draws them."""
         most = most if self._left is None else min(most, self._left)
-        chunk = self._passes.draw(most, width, prompt=prompt)
+        chunk = self._passes.draw(most, width, left=self._left, prompt=prompt)
         if self._left is not None:
             self._left -= chunk.count
         return chunk
@@ -470,7 +482,8 @@ class Rounds:
 
     def draw(self, most: int, width: int, *, prompt: bool = False) -> Chunk:
         """The next batches, as a pass draws them."""
-        chunk = self._passes.draw(min(most, self._left), width, prompt=prompt)
+        most = min(most, self._left)
+        chunk = self._passes.draw(most, width, left=self._left, prompt=prompt)
         self._left -= chunk.count
         if self.remaining is not None:
             self.remaining -= chunk.count

@@ -76,7 +76,8 @@ def train(
             if _trainer.ran_nested(model, mark):
                 model.reset_metrics()
             # 3. The steps. What the variables hold now is the snapshot.
-            ready = compiled_ahead(validation) if validation and not trained else None
+            if validation and not trained:
+                compile_ahead(validation)
             runner.begin_epoch()
             step_logs = _epoch(run, runner)
             if step_logs is None and epoch > first:
@@ -85,8 +86,6 @@ def train(
             # 4. The logs of the epoch, read once its steps are done.
             logs = _epoch_logs(runner, step_logs)
             # 5. Validation, which takes over the metrics.
-            if ready is not None:
-                ready()
             logs |= {f"val_{name}": value for name, value in (validate(epoch) or {}).items()}
             # 6. The callbacks see the epoch; one of them may stop the training.
             if coming and not model.stop_training:
@@ -115,14 +114,14 @@ def test(run: Run) -> dict[str, Any]:
     return logs
 
 
-def compiled_ahead(run: Run) -> Callable[[], None] | None:
-    """Begin to compile what an evaluation of arrays needs; call the result before it.
+def compile_ahead(run: Run) -> None:
+    """Begin to compile what an evaluation of arrays will need.
 
     An error in the step is left for the evaluation to meet.
     """
     kind = run.feed.known_kind()
     if kind is None:
-        return None
+        return
     record = record_of(run.model)
     with holding() as hold, record.lock:
         live = Live(run.model, "test")
@@ -133,11 +132,10 @@ def compiled_ahead(run: Run) -> Callable[[], None] | None:
             runner = Runner(run.step, live, hold)
             together = run.stride > 1 or hooks.obstacle is None
             wanted = _wanted(run, runner, run.stride) if together else 1
-            return runner.compile_ahead(kind, wanted)
+            runner.compile_ahead(kind, wanted)
         except Exception:  # noqa: BLE001 - whatever the user's step raises
             live.settle()
             _trainer.forget_losses(run.model)
-            return None
 
 
 def predict(run: Run) -> Any:
@@ -251,6 +249,9 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
     """The steps of one epoch or round; returns the last logs, or None where there was no step."""
     feed, mode = run.feed, runner.live.mode
     hooks = BatchHooks(run.callbacks, mode)
+    if getattr(run.model, _STOPS[mode]):
+        # Asked for before the first step, after which Keras looks.
+        hooks.obstacle = f"`{_STOPS[mode]}` was set before the first step"
     together = run.stride > 1 or hooks.obstacle is None
     logs: Any = None
     step = 0
@@ -270,7 +271,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
                 runner.explain(kind, width, wanted, _limit(run, hooks, wanted))
             chunk = feed.draw(min(wanted, runner.most(kind, width)), width, prompt=not together)
             # 3. Their steps.
-            done = runner.execute(chunk, halt=hooks.halts)
+            done = runner.execute(chunk, halt=hooks.halts and run.stride == 1)
             results.append(done)
             step += done.count
             if run.stride == 1:

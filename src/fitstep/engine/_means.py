@@ -64,8 +64,9 @@ def updated_means(
     mean, total = means
     total = total + rows
     new = jnp.stack([jnp.asarray(value, mean.dtype) for value in values])
-    # What stays the same stays so, infinities too.
-    return mean + jnp.where(new == mean, 0.0, (new - mean) * (rows / total)), total
+    # What stays the same stays so, and a mean with an infinity in it is infinite.
+    stays = (new == mean) | (jnp.isinf(mean) & jnp.isfinite(new))
+    return mean + jnp.where(stays, 0.0, (new - mean) * (rows / total)), total
 
 
 def combined(

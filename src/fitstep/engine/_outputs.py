@@ -106,6 +106,7 @@ def _rows_of(done: Executed) -> Any:
         made = np.asarray(stack)[: done.count]
         if made.ndim == 1:  # a number for each batch
             return made
-        return made.reshape(-1, *made.shape[2:])
+        batches, rows, *shape = made.shape
+        return made.reshape(batches * rows, *shape)
 
     return tree.map_structure(unstacked, done.stacked)

@@ -12,6 +12,10 @@ from fitstep._state import METHODS
 from fitstep.engine import _means
 from fitstep.engine._trace import Traced, donated, evaluated, placed
 
+# XLA makes one kernel of a loop that touches less than a KiB in a step on a CPU, and multiplies
+# matrices in it in another way than in the step alone. A counter of 2 KiB keeps every loop from it.
+_COUNTERS = 512
+
 
 class Program:
     """One compiled step, or a loop of steps, for one kind of batch.
@@ -148,7 +152,8 @@ def _lowered_loop(traced: Traced, width: int) -> Any:
             return [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for leaf in stack]
 
         def body(carry: Any) -> Any:
-            i, _, batch, changing, means, results = carry
+            counter, _, batch, changing, means, results = carry
+            i = counter[0]
             inputs = list(arrays)
             for place, array in zip(written, changing, strict=True):
                 inputs[place] = array
@@ -169,13 +174,15 @@ def _lowered_loop(traced: Traced, width: int) -> Any:
             )
             # The next batch is taken out here, so that the step finds its own in memory, as it
             # does alone. Where taking it out is fused into a sum, the sum has other bits.
-            return i + 1, jnp.asarray(going_on), batch_at(i + 1), new, means, results
+            return counter + 1, jnp.asarray(going_on), batch_at(i + 1), new, means, results
 
         changing = tuple(arrays[place] for place in written)
-        start = (jnp.int32(0), jnp.asarray(True), batch_at(0), changing, means, results)
-        made, _, _, new, means, results = jax.lax.while_loop(
-            lambda carry: (carry[0] < count) & carry[1], body, start
+        counter = jnp.zeros(_COUNTERS if jax.default_backend() == "cpu" else 1, "int32")
+        start = (counter, jnp.asarray(True), batch_at(0), changing, means, results)
+        counter, _, _, new, means, results = jax.lax.while_loop(
+            lambda carry: (carry[0][0] < count) & carry[1], body, start
         )
+        made = counter[0]
         last = None
         if traced.mode != "predict":
             last = jax.tree.map(

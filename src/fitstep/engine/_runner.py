@@ -59,12 +59,15 @@ class Programs:
         alone: why its steps run one at a time, whatever is asked for; None before it is traced.
         traced: the step's trace, kept for the programs to come where it does not hold the model.
         by_width: the programs by the batches that they take in one execution.
+        is_current: of what was compiled ahead and not used yet: waits for it, and says whether the
+            model is still as it was traced.
     """
 
     def __init__(self) -> None:
         self.alone: str | None = None
         self.traced: Traced | None = None
         self.by_width: dict[int, Program] = {}
+        self.is_current: Callable[[], bool] | None = None
 
 
 class Runner:
@@ -217,9 +220,9 @@ class Runner:
                 with self._looked_at():
                     new, last, means = program.call(given, kept, self.means.running, chunk.leaves)
             else:
-                count, flag = np.int32(chunk.count), np.bool_(halt)
+                limit, flag = np.int32(chunk.count), np.bool_(halt)
                 new, last, means, stacked, made = program.call(
-                    given, kept, self.means.running, chunk.leaves, count, flag
+                    given, kept, self.means.running, chunk.leaves, limit, flag
                 )
             if careful:
                 jax.block_until_ready((new, last, stacked))
@@ -228,7 +231,8 @@ class Runner:
             else:
                 for i, array in zip(program.written, new, strict=True):
                     arrays[i] = array
-            live.write(arrays, chunk.count)
+            count = int(made) if halt else chunk.count
+            live.write(arrays, count)
             self.means.running = means
             program.runs += 1
             if not self.snapshot:
@@ -244,10 +248,9 @@ class Runner:
         finally:
             hold.release()
         if measured:
-            seconds = (time.perf_counter() - began) / chunk.count
+            seconds = (time.perf_counter() - began) / count
             program.seconds = min(seconds, program.seconds or seconds)
         self._flight.append(stacked if last is None else last)
-        count = int(made) if halt else chunk.count
         self.steps += count
         return Executed(last, stacked, count)
 
@@ -319,21 +322,16 @@ class Runner:
             self._note(chunk, time.perf_counter() - began)
         return program
 
-    def compile_ahead(self, kind: Kind, wanted: int) -> Callable[[], None]:
-        """Trace now, and compile in a thread what `execute` will need.
-
-        Returns:
-            To be called before that: waits for the thread, and forgets the program if the model
-            has changed since.
-        """
+    def compile_ahead(self, kind: Kind, wanted: int) -> None:
+        """Trace now, and compile in a thread what `execute` will need, if the model stays so."""
         if self.obstacle():
-            return lambda: None
+            return
         began = time.perf_counter()
         programs = self._programs_for(self.live.read(), kind)
-        width, record, of_kinds = self.room(kind, wanted), self.live.record, self._programs
+        width, record = self.room(kind, wanted), self.live.record
         traced = self._traces.get(kind) or programs.traced
         if width in programs.by_width or traced is None:
-            return lambda: None
+            return
         lowered = lower(traced, width)
         described, cause = _facts.described(kind), self._causes.pop(kind, "the first")
         # No reference to the arrays of this moment, which the training is about to replace.
@@ -347,15 +345,13 @@ class Runner:
                     _facts.Compilation(traced.mode, described, width, seconds, cause)
                 )
 
-        def ready() -> None:
+        def is_current() -> bool:
             thread.join()
-            changed = differences(before, fingerprint(model())) - record.changed_by_traces
-            if changed:
-                of_kinds.pop(kind, None)
+            return not differences(before, fingerprint(model())) - record.changed_by_traces
 
         thread = threading.Thread(target=compile_it, name="fitstep-compile")
         thread.start()
-        return ready
+        programs.is_current = is_current
 
     def _note(self, chunk: Chunk, seconds: float) -> None:
         record, mode = self.live.record, self.live.mode
@@ -383,7 +379,12 @@ class Runner:
             # What JAX compiles itself keeps the model alive, so it must not outlive the run.
             kept = self._own_programs if self.checked else live.record.programs
             self._programs = kept.setdefault(self._key, {})
-        return self._programs.setdefault(kind, Programs())
+        programs = self._programs.setdefault(kind, Programs())
+        if programs.is_current is not None:
+            if not programs.is_current():
+                programs = self._programs[kind] = Programs()
+            programs.is_current = None
+        return programs
 
     def _devices_key(self) -> Any:
         live = self.live
