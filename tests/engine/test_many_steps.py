@@ -236,6 +236,28 @@ def _fit_dense(*callbacks, rows=ROWS, **options):
     return model, history
 
 
+@pytest.mark.usefixtures("equal_programs_compiled_once")
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
+@pytest.mark.parametrize("features", [8, 16])
+def test_a_model_that_is_smaller_than_a_kernel_keeps_its_bits(features, batch_size, steps_together):
+    """A few hundred bytes a step: XLA would compile the whole loop in another way than the step."""
+    x = np.random.default_rng(0).integers(0, 256, (batch_size * 7 + 1, features)).astype("uint8")
+
+    def bits(count):
+        steps_together(count)
+        keras.utils.set_random_seed(3)
+        scaled = layers.Rescaling(1 / 255)
+        model = keras.Sequential([keras.Input((features,), dtype="uint8"), scaled, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        outputs = fs.predict(model, x, batch_size=batch_size, verbose=0)
+        logs = fs.evaluate(model, x, x[:, :1] / 255, batch_size=batch_size, verbose=0)
+        fs.fit(model, x, x[:, :1] / 255, batch_size=batch_size, verbose=0)
+        return [outputs, logs, *model.get_weights()]
+
+    for a, b in zip(bits(7), bits(1), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_one_trace_serves_one_step_and_many():
     """A fit that waits for each step after one that does not runs no Python of the model's again."""
     calls = []

@@ -63,6 +63,15 @@ def test_outputs_keep_their_dtypes():
     np.testing.assert_array_equal(positive, X > 0)
 
 
+@pytest.mark.parametrize("stride", [1, 16])
+def test_an_output_without_elements_keeps_its_shape(stride):
+    """A slice that is empty in some dimension, such as the boxes of a picture that has none."""
+    model = Shaped(lambda a, b: [a, a[:, :0], a[:, :0, None]])
+    full, empty, deep = fs.predict(model, X, batch_size=4, verbose=0, steps_per_execution=stride)
+    np.testing.assert_array_equal(full, X * 2)
+    assert (empty.shape, deep.shape) == ((70, 0), (70, 0, 1))
+
+
 class Own(keras.Model):
     """A prediction step of the user's own."""
 

@@ -531,6 +531,32 @@ def test_an_infinite_number_stays_what_it_is():
     assert history["clip"] == [float("inf")]
 
 
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=["compiled", "eager"])
+@pytest.mark.parametrize(
+    ("numbers", "mean"),
+    [
+        ([np.inf, 1, 1, 1], np.inf),
+        ([1, -np.inf, 1, 1], -np.inf),
+        ([1, np.inf, -np.inf, 1], np.nan),
+        ([1, np.nan, np.inf, 1], np.nan),
+    ],
+)
+def test_the_mean_of_numbers_with_an_infinity_is_that_of_numpy(numbers, mean, way):
+    """One infinite batch makes the epoch's mean infinite, two of opposite signs make it NaN."""
+
+    class Reports(keras.Sequential):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return {**logs, "number": data[0][0, 0]}, state
+
+    model = Reports([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **way)
+    x = np.repeat(np.asarray(numbers, "float32"), 4)[:, None]
+    y = np.zeros((16, 1), "float32")
+    history = fs.fit(model, x, y, batch_size=4, shuffle=False, verbose=0).history
+    np.testing.assert_array_equal(history["number"], [mean])
+
+
 def test_a_metric_may_give_a_constant_array():
     """A vector that belongs to a metric's result is the metric's, and not averaged."""
 

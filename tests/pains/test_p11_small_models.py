@@ -102,6 +102,60 @@ def test_training_stops_right_after_the_step_that_is_not_finite():
     assert fs.explain(ours).choices[0].steps == 16
 
 
+@pytest.mark.parametrize("stride", [2, 7])
+def test_within_a_stride_no_step_is_left_out_after_one_that_is_not_finite(stride):
+    """As in Keras the callback is asked after the stride, whose steps are all made."""
+    y = np.zeros((32 * 40, 1), "float32")
+    y[32 * 9] = np.nan  # in the tenth step
+    hook = keras.callbacks.TerminateOnNaN()
+    model, _ = fit_dense(hook, rows=32 * 40, y=y, steps_per_execution=stride, shuffle=False)
+    assert int(model.optimizer.iterations) == -(-10 // stride) * stride
+
+
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_epoch_begin"])
+def test_a_stop_asked_for_before_the_first_step_lets_one_step_run(moment):
+    """As in Keras, which looks after each step."""
+
+    def fit(run):
+        model = dense()
+        model.compile("sgd", "mse")
+
+        def stop(*_, **__):
+            model.stop_training = True
+
+        hook = keras.callbacks.LambdaCallback(**{moment: stop})
+        run(model, np.ones((ROWS, 6)), np.ones((ROWS, 1)), callbacks=[hook], epochs=2, verbose=0)
+        return model
+
+    assert (
+        int(fit(lambda model, *args, **kwargs: model.fit(*args, **kwargs)).optimizer.iterations)
+        == 1
+    )
+    ours = fit(fs.fit)
+    assert int(ours.optimizer.iterations) == 1
+    assert "`stop_training` was set" in fs.explain(ours).choices[0].reason
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_a_stop_asked_for_before_an_evaluation_or_prediction_lets_one_step_run(verb):
+    """One batch of 32 rows is predicted; the evaluation is that of its rows."""
+    model, _ = fit_dense()
+    rows, one = np.arange(ROWS * 6).reshape(ROWS, 6) / 1000, np.ones((ROWS, 1))
+
+    class Stops(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            self.model.stop_evaluating = True
+
+        def on_predict_begin(self, logs=None):
+            self.model.stop_predicting = True
+
+    if verb == "predict":
+        assert len(fs.predict(model, rows, callbacks=[Stops()], verbose=0)) == 32
+    else:
+        logs = fs.evaluate(model, rows, one, callbacks=[Stops()], verbose=0, return_dict=True)
+        assert logs == fs.evaluate(model, rows[:32], one[:32], verbose=0, return_dict=True)
+
+
 def test_without_that_callback_training_goes_on_after_a_nan_as_in_keras():
     """All 40 steps are made, whatever the loss."""
     y = np.full((32 * 40, 1), np.nan, "float32")

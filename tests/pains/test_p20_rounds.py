@@ -367,6 +367,27 @@ def test_the_progress_bar_counts_to_what_there_is(verbose, capsys):
     assert headers_and_totals(capsys.readouterr().out) == (["1/inf", "2/inf"], ["4/4", "2/4"])
 
 
+@pytest.mark.parametrize("cut", [{"validate_every": 4}, {"steps_per_epoch": 4, "epochs": 2}])
+def test_data_that_a_callback_changes_between_rounds_is_seen(cut):
+    """Rows beyond the round's end are not read before it; Keras reads them at most a batch before."""
+    x = np.zeros((32, 1), "float32")
+
+    class First(keras.Sequential):
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return {**logs, "first": data[0][0, 0]}, state
+
+    model = First([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    def change(epoch, logs):
+        x[:] = epoch + 1
+
+    hook = callbacks.LambdaCallback(on_epoch_end=change)
+    history = fit(model, x, np.zeros((32, 1)), callbacks=[hook], **cut).history
+    assert history["first"] == [0, 1]
+
+
 def test_logs_of_a_step_of_ones_own_are_means_over_the_rows_of_a_round():
     """A stock-contract step that reports the mean of its inputs: NumPy's mean of each round's rows."""
 
