@@ -72,6 +72,14 @@ def test_an_output_without_elements_keeps_its_shape(stride):
     assert (empty.shape, deep.shape) == ((70, 0), (70, 0, 1))
 
 
+@pytest.mark.parametrize("stride", [1, 16])
+def test_an_output_that_is_none_is_an_error_that_says_so(stride):
+    """It has no rows; stock Keras speaks of structures that differ."""
+    model = Shaped(lambda a, b: {"a": a, "b": None})
+    with pytest.raises(fs.DataError, match="output of the model is None"):
+        fs.predict(model, X, batch_size=4, verbose=0, steps_per_execution=stride)
+
+
 class Own(keras.Model):
     """A prediction step of the user's own."""
 

@@ -99,8 +99,14 @@ def joined(results: Sequence[Executed]) -> Any:
 
 def _rows_of(done: Executed) -> Any:
     """The outputs of one execution on the host; a number for a batch makes one row."""
+    outputs = done.last if done.stacked is None else done.stacked
+    if any(output is None for output in tree.flatten(outputs)):
+        raise DataError(
+            "An output of the model is None, which has no rows to be put together. Leave it out of "
+            "what the model or `predict_step` returns, or predict with `predict_on_batch`."
+        )
     if done.stacked is None:
-        return tree.map_structure(lambda output: np.atleast_1d(np.asarray(output)), done.last)
+        return tree.map_structure(lambda output: np.atleast_1d(np.asarray(output)), outputs)
 
     def unstacked(stack: Any) -> np.ndarray:
         made = np.asarray(stack)[: done.count]
@@ -109,4 +115,4 @@ def _rows_of(done: Executed) -> Any:
         batches, rows, *shape = made.shape
         return made.reshape(batches * rows, *shape)
 
-    return tree.map_structure(unstacked, done.stacked)
+    return tree.map_structure(unstacked, outputs)
