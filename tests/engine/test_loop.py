@@ -1,6 +1,7 @@
 """The order of a run, as it is written down in the loop."""
 
 import threading
+import warnings
 
 import keras
 import numpy as np
@@ -103,6 +104,31 @@ def test_the_order_is_that_of_keras(steps_per_execution):
     x = np.ones((4, 3), "float32")
     options = {"batch_size": 1, "epochs": 2, "validation_data": (x, x[:, :1]), "validation_freq": 2}
     assert _events(ours, rows=6, **options) == _events(stock, rows=6, **options)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("steps_per_epoch", [4, 7, 8, 12])
+def test_the_order_is_that_of_keras_where_steps_do_not_match_the_data(
+    steps_per_epoch, steps_per_execution
+):
+    """Of 8 rows, 4, 7, 8 or 12 steps an epoch: no step is announced that does not come."""
+
+    def stock(model, *args, **kwargs):
+        model.steps_per_execution = steps_per_execution
+        model.fit(*args, **kwargs)
+
+    def ours(model, *args, **kwargs):
+        fs.fit(model, *args, steps_per_execution=steps_per_execution, **kwargs)
+
+    options = {"rows": 8, "batch_size": 1, "epochs": 2, "steps_per_epoch": steps_per_epoch}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of data that ends
+        events = _events(ours, **options)
+        assert len([e for e in events if e[0] == "train_batch_begin"]) == len(
+            [e for e in events if e[0] == "train_batch_end"]
+        )
+        if steps_per_epoch % steps_per_execution == 0:  # Keras's own strides run beyond an epoch
+            assert events == _events(stock, **options)
 
 
 def test_a_stride_that_the_data_cuts_short_ends_with_its_last_step():

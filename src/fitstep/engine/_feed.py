@@ -379,6 +379,9 @@ class Epochs:
 
     def at_end(self) -> bool:
         """Whether it is known that no batch follows in this epoch; nothing is drawn to find out."""
+        batches = self.source.num_batches
+        if self._left and batches and self._passes.drawn >= batches:
+            self._out_of_data()
         return self._left == 0
 
     def peek(self) -> Kind | None:
