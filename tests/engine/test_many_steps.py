@@ -258,6 +258,28 @@ def test_a_model_that_is_smaller_than_a_kernel_keeps_its_bits(features, batch_si
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("equal_programs_compiled_once")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_penalty_of_weights_that_stay_as_they_are_keeps_its_bits(frozen, steps_together):
+    """In an evaluation, or of a frozen layer: it does not depend on the step, and is part of it."""
+    x = (np.random.default_rng(27).random((12, 16, 1)) * 255).astype("uint8")
+    y = np.random.default_rng(28).random((12, 1)).astype("float32")
+
+    def bits(count):
+        steps_together(count)
+        keras.utils.set_random_seed(4)
+        first = layers.Dense(3, "relu", kernel_regularizer="l2", trainable=not frozen)
+        inputs = keras.Input((16, 1), dtype="uint8")
+        model = keras.Sequential([inputs, first, layers.Flatten(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-6), "mse", metrics=["mse", "mae"])
+        losses = [fs.evaluate(model, x, y, batch_size=1, verbose=0)]
+        losses += fs.fit(model, x, y, batch_size=1, epochs=2, verbose=0).history.values()
+        return [*losses, *model.get_weights()]
+
+    for a, b in zip(bits(7), bits(1), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_one_trace_serves_one_step_and_many():
     """A fit that waits for each step after one that does not runs no Python of the model's again."""
     calls = []

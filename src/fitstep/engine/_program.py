@@ -157,6 +157,9 @@ def _lowered_loop(traced: Traced, width: int) -> Any:
             inputs = list(arrays)
             for place, array in zip(written, changing, strict=True):
                 inputs[place] = array
+            # What depends on weights that stay as they are, such as their penalty, is computed in
+            # every step: out of the loop it is fused with nothing, and rounded once more.
+            inputs, _ = jax.lax.optimization_barrier((inputs, i))
             flat = [inputs[p] for p in given_up] + [inputs[p] for p in kept] + batch
             flat = evaluated(traced.jaxpr, flat)
             new, result, _ = jax.tree.unflatten(outputs, flat)
