@@ -14,6 +14,7 @@ ORDER = [
     "_backend",
     "_cache_folder",
     "_cache",
+    "_warn",
     "data",
     "_keras",
     "_state",

@@ -65,6 +65,7 @@ def run(
             )
             raise
         except (TypeError, ValueError) as error:
+            _trainer.note_missing_targets(model, batch, error)
             if "State" in str(error) and any(word in str(error) for word in _TREE_WORDS):
                 error.add_note(
                     f"fitstep: the state that `{method}` gets is a `fitstep.State`, another pytree "

@@ -162,3 +162,15 @@ def test_one_compilation_too_many_is_an_error_that_names_the_shapes(rows, most):
         fs.fit(model, of_sizes(rows, sizes), **options)
         # All of its programs are there now, so that nothing is compiled.
         fs.fit(model, of_sizes(rows, sizes), max_compiles=1, **options)
+
+
+def test_a_warning_points_at_the_users_own_line():
+    """Not into fitstep, where nobody can do anything about it."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batches = ((np.ones((n, 2)), np.ones((n, 1))) for n in (3, 4, 5))
+    with pytest.warns(UserWarning, match="is compiled once more") as caught:
+        fs.fit(model, batches, steps_per_epoch=3, shuffle=False, verbose=0)
+    assert {one.filename for one in caught if "compiled once more" in str(one.message)} == {
+        __file__
+    }

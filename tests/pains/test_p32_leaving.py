@@ -179,3 +179,34 @@ def test_two_loops_over_one_model_share_its_weights_but_not_their_means():
     rows = np.array([len(x) for x, _ in PAIRS])[:, None]
     np.testing.assert_allclose(got, np.cumsum(want * rows, 0) / np.cumsum(rows, 0), rtol=2e-5)
     twins.assert_close(model.get_weights(), twin.get_weights())
+
+
+@pytest.mark.parametrize("change", ["compile", "optimizer"])
+def test_a_model_that_is_compiled_anew_in_mid_loop_is_an_error(change):
+    """What runs is made for the optimizer and loss before; the weights are those of the steps made."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    loop = fs.steps(model, (np.ones((20, 3)), np.ones((20, 1))), batch_size=4)
+    next(loop)
+    weights = model.get_weights()
+    if change == "compile":
+        model.compile("sgd", "mae")
+    else:
+        model.optimizer = keras.optimizers.SGD()
+    with pytest.raises(fs.StateError, match="compiled anew"):
+        next(loop)
+    for a, b in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.compile("sgd", "mae")
+    fs.fit(model, np.ones((20, 3)), np.ones((20, 1)), verbose=0)
+
+
+def test_a_callback_that_compiles_the_model_ends_the_fit_with_an_error():
+    """Keras's own fit fails there, too, with another exception."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    hook = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.compile("sgd", "mae")
+    )
+    with pytest.raises(fs.StateError, match="compiled anew"):
+        fs.fit(model, np.ones((20, 3)), np.ones((20, 1)), epochs=2, callbacks=[hook], verbose=0)

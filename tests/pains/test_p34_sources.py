@@ -110,3 +110,34 @@ def test_grain_is_read_no_further_than_its_threads_need(model):
     source = grain.MapDataset.range(10_000).map(row).batch(8)
     fs.fit(model, source, steps_per_epoch=1, shuffle=False, verbose=0)
     assert 8 <= len(set(read)) <= 8 * 40
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("verb", ["fit", "steps", "evaluate", "validation"])
+def test_data_without_targets_says_what_the_loss_needs(verb, built):
+    """Stock Keras says that None is not a valid value for an array, and no more."""
+    x = np.ones((8, 3), "float32")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    if built:
+        fs.fit(model, x, x[:, :1], verbose=0)
+    calls = {
+        "fit": lambda: fs.fit(model, x, verbose=0),
+        "steps": lambda: next(fs.steps(model, x)),
+        "evaluate": lambda: fs.evaluate(model, x, verbose=0),
+        "validation": lambda: fs.fit(model, x, x[:, :1], validation_data=x, verbose=0),
+    }
+    with pytest.raises(ValueError, match="None") as caught:
+        calls[verb]()
+    assert any("the data has no `y`" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["y", "sample_weight"])
+def test_sparse_targets_and_weights_are_refused_by_name(name):
+    """Only `x` may be sparse."""
+    sparse = pytest.importorskip("scipy.sparse")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = {"y": np.ones((8, 1)), name: sparse.csr_matrix(np.ones((8, 1)))}
+    with pytest.raises(fs.DataError, match=f"`{name}` is a sparse matrix"):
+        fs.fit(model, np.ones((8, 3)), **data, verbose=0)

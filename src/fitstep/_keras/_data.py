@@ -6,7 +6,6 @@ yields is copied, and slices of the user's arrays are too.
 """
 
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from typing import Any
@@ -32,6 +31,7 @@ from keras.src.utils.rng_utils import get_random_seed
 from fitstep._errors import DataError
 from fitstep._keras._streams import stand_in, stream
 from fitstep._keras._workers import in_order
+from fitstep._warn import warn
 from fitstep.data._tables import as_arrays
 
 
@@ -439,7 +439,7 @@ def limited_steps(steps: int | None) -> int | None:
     """The steps of an epoch, or the lower limit that Keras takes from its environment."""
     limit = keras.config.max_steps_per_epoch()
     if limit and (not steps or limit < steps):
-        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=4)
+        warn(f"Limiting steps_per_epoch to {limit}")
         return limit
     return steps
 
@@ -468,6 +468,11 @@ def check_numbers(batch: Any) -> None:
         DataError: which array or column, and what stands in it.
     """
     parts = keras.utils.unpack_x_y_sample_weight(batch)
+    for name, part in zip(("y", "sample_weight"), parts[1:], strict=True):
+        if any(map(data_adapter_utils.is_scipy_sparse, tree.flatten(part))):
+            raise DataError(
+                f"`{name}` is a sparse matrix, which only `x` may be. Give `{name}.toarray()`."
+            )
     for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
         for path, leaf in tree.flatten_with_path(part):
             for column, values in _columns(leaf):

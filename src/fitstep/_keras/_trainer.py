@@ -12,6 +12,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from fitstep._backend import refuse_nnx
 from fitstep._errors import OptimizerError, StateError
+from fitstep._warn import warn
 
 
 def _stock_trainer() -> type:
@@ -111,8 +112,26 @@ def _build_symbolically(model: Any, batch: Any) -> None:
     except RuntimeError as error:
         if error.__context__ is None or not str(error).startswith("Unable to automatically build"):
             raise
-        error.__context__.add_note(f"fitstep: {str(error).splitlines()[0]}")
+        error.__context__.add_note("fitstep: this came when the model was built on a first batch.")
         raise error.__context__ from None
+    except (TypeError, ValueError) as error:
+        note_missing_targets(model, batch, error)
+        raise
+
+
+def note_missing_targets(model: Any, batch: Any, error: BaseException) -> None:
+    """Say so where a loss failed for want of `y`."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is None and model._compile_loss is not None and "None" in str(error):
+        error.add_note(
+            "fitstep: the data has no `y`, which the loss given to `compile` needs. Give `y`, or "
+            "`(x, y)` where data is given as one argument."
+        )
+
+
+def compilation(model: Any) -> tuple[Any, ...]:
+    """What `compile` sets; others once it was called again."""
+    return model.optimizer, model._compile_loss, model._compile_metrics
 
 
 def build_for_prediction(model: Any, batch: Any) -> None:
@@ -173,7 +192,7 @@ def limited_epochs(epochs: int) -> int:
     """`epochs`, or the lower limit that Keras takes from its environment for debugging."""
     limit = max_epochs()
     if limit and limit < epochs:
-        warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+        warn(f"Limiting epochs to {limit}")
         return limit
     return epochs
 

@@ -134,8 +134,8 @@ def _backend(keras: dict[str, Any]) -> str:
     if origin == VARIABLE or asked == "jax":
         return f"{asked}, from {origin}"
     return (
-        f"jax where fitstep is imported first. {origin} asks for {asked}, which Keras imported "
-        f"before takes. For JAX in either order: {set_line(VARIABLE, 'jax')}"
+        f"jax where fitstep is imported before Keras; otherwise {asked}, from {origin}. For JAX in "
+        f"either order: {set_line(VARIABLE, 'jax')}"
     )
 
 

@@ -292,4 +292,7 @@ def set_line(variable: str, value: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:300]
+    message = " ".join(str(error).split())
+    return (
+        f"{type(error).__name__}: {message}"[:300] if message else f"{type(error).__name__} in it"
+    )

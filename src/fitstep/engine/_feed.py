@@ -6,7 +6,6 @@ CPU uses it as it is.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +15,7 @@ import numpy as np
 
 from fitstep._errors import DataError
 from fitstep._keras import _data, _devices
+from fitstep._warn import warn
 
 # An array source gathers about this much at once, in a thread, while the steps before it run.
 _SLAB_BYTES = 4 * 2**20
@@ -419,11 +419,10 @@ class Epochs:
         self._left = 0
         # A source of unknown length that starts anew has ended an epoch, not interrupted it.
         if self._steps or (self.source.once and self._warns):
-            warnings.warn(
+            warn(
                 "Your input ran out of data; interrupting training. Make sure that your dataset "
                 "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
                 "need to use the `.repeat()` function when building your dataset.",
-                stacklevel=2,
             )
 
 
@@ -510,11 +509,10 @@ class Rounds:
             if not drawn and not done:
                 raise DataError("The data for training has no batch. Give at least one row.")
             if not drawn:
-                warnings.warn(
+                warn(
                     f"The source ran out of data after {done} of {self._all_passes} passes; "
                     f"training ends. A generator is iterated once: give one that goes on, with "
                     f"`max_steps`, or a source that starts anew, such as a `PyDataset`.",
-                    stacklevel=2,
                 )
         return None
 

@@ -1,7 +1,6 @@
 """The loops of training, evaluation and prediction: flat, in the order that Keras's have."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from keras import tree
 from fitstep._errors import DataError
 from fitstep._keras import _trainer
 from fitstep._keras._callbacks import BatchHooks, announce_steps
+from fitstep._warn import warn
 from fitstep.engine._feed import one_batch
 from fitstep.engine._live import Live, record_of
 from fitstep.engine._outputs import Outputs, joined
@@ -354,11 +354,10 @@ _NO_BATCH = (
 
 
 def _warn_of_end(epochs: int, of: int) -> None:
-    warnings.warn(
+    warn(
         f"The source ran out of data after {epochs} of {of} epochs; training ends. A generator "
         f"is iterated once: give one that goes on, with `steps_per_epoch`, or a source that "
         f"starts anew, such as a `PyDataset`.",
-        stacklevel=3,
     )
 
 
@@ -386,11 +385,10 @@ def _call(runner: Runner, hook: Callable[..., None], *args: Any) -> None:
     if nested or "metrics" in live.record.warned:
         return
     live.record.warned.add("metrics")
-    warnings.warn(
+    warn(
         "A callback wrote to a metric of the model in the middle of an epoch. These metrics "
         "belong to the running epoch, so the write was not taken over. Use a metric of the "
         "callback's own, or write in `on_epoch_begin`.",
-        stacklevel=2,
     )
 
 

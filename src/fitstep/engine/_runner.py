@@ -1,8 +1,8 @@
 """Run one step after another without ever losing the model."""
 
+import operator
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fitstep._errors import DataError
+from fitstep._errors import DataError, StateError
 from fitstep._keras import _devices, _trainer, _values
 from fitstep._returned import check_scalars
 from fitstep._state import METHODS
+from fitstep._warn import warn
 from fitstep.engine import _facts, _live
 from fitstep.engine._feed import Chunk, Kind, kind_of
 from fitstep.engine._fingerprint import differences, fingerprint
@@ -104,6 +105,7 @@ class Runner:
         self._wiring: Any = None
         self._programs: dict[Kind, Programs] = {}
         self._own_programs: dict[Any, Any] = {}
+        self._compilation = self._compiled_as()
         self._traces: dict[Kind, Traced] = {}
         self._flight: deque[Any] = deque(maxlen=IN_FLIGHT)
         self.means = Means()
@@ -122,6 +124,7 @@ class Runner:
 
     def begin_epoch(self) -> None:
         """Look up the variables and start averages anew; the next inputs become the snapshot."""
+        self._check_compilation()
         with self.live.record.lock:
             self.live.recover()
             self.live.relist()
@@ -132,6 +135,17 @@ class Runner:
         # A run's first step is given copies in any case: arrays that were assigned before it may
         # belong to somebody else.
         self._keep_next = self._keep_next or self.snapshot
+
+    def _compiled_as(self) -> tuple[Any, ...]:
+        return () if self.live.mode == "predict" else _trainer.compilation(self.live.model)
+
+    def _check_compilation(self) -> None:
+        if any(map(operator.is_not, self._compiled_as(), self._compilation)):
+            raise StateError(
+                "The model was compiled anew (`compile`, or another `optimizer`) in the middle of a "
+                "run, whose steps are made for what it had before. End the run first, e.g. with "
+                "`model.stop_training = True`, compile, and start another."
+            )
 
     def room(self, kind: Kind, wanted: int) -> int:
         """How many batches of a kind to stack for one execution; 1 for one batch at a time.
@@ -193,6 +207,7 @@ class Runner:
     def _execute(self, chunk: Chunk, halt: bool) -> Executed:
         live, hold = self.live, self.hold
         hold.install()
+        self._check_compilation()
         arrays = live.read()
         if not self.compiled:
             result = self._step_eagerly(arrays, chunk)
@@ -445,10 +460,9 @@ class Runner:
                 advice = "Keep what changes in a `keras.Variable`, or out of the model"
             elif self.long:
                 advice += "; `max_compiles=` makes one too many an error"
-            warnings.warn(
+            warn(
                 f"`{METHODS[mode]}` is compiled once more, for {here}. Before, for: {before}. Each "
                 f"time costs as much as the first. {advice}.",
-                stacklevel=2,
             )
         compiled_for.append((kind, here))
 
