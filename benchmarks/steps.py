@@ -55,10 +55,7 @@ def main(pairs: int) -> None:
         "train_on_batch, fitstep": on_batches(with_engine(case), case),
     }
     by_hand.check(case, {BARE: runs[BARE]})
-    if hasattr(fs, "steps"):
-        runs["fs.steps"] = over_steps(case.build(), case)
-    else:
-        print("fs.steps: left out, this fitstep does not have it")
+    runs["fs.steps"] = over_steps(case.build(), case)
     seconds = interleaved(runs, pairs)
     print(f"{case.name}, {case.steps} steps")
     for name, taken in seconds.items():

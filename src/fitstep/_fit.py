@@ -121,6 +121,7 @@ def fit(
             batch_size=validation_batch_size or batch_size,
             steps=validation_steps,
             frequency=validation_freq,
+            epochs=(initial_epoch, feed.epochs),
             stride=stride,
         )
     run = _loop.Run(
@@ -279,7 +280,7 @@ def steps(
     _check_numbers_of_fit(epochs, 0)
     _check_count("max_steps", max_steps)
     if isinstance(data, tuple):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = _data.as_arrays(keras.utils.unpack_x_y_sample_weight(data))
     else:
         x, y, sample_weight = _data.iterated(data), None, None
     source = _data.source(
@@ -469,6 +470,7 @@ def _validation(
     batch_size: int | None,
     steps: int | None,
     frequency: Any,
+    epochs: tuple[int, float],
     stride: int,
 ) -> tuple[Callable[[int], dict[str, Any] | None], _loop.Run | None]:
     """The validation after an epoch: through the model's own `evaluate` where it has one.
@@ -497,10 +499,19 @@ def _validation(
 
     planned = None
     engine = _trainer.is_stock(model, "evaluate") or _trainer.has_engine(model)
-    if engine and _data.are_arrays((x, y, sample_weight)):
+    # A step of the user's own may read what is not there yet, such as a global variable.
+    if engine and _trainer.is_stock(model, "test_step"):
         with suppress(Exception):  # wrong data is for the validation to refuse
-            cached.append(_one_epoch(x, y, sample_weight, batch_size, steps))
-            planned = _loop.Run(
-                model=model, step=_step.run, feed=cached[0], callbacks=callbacks, stride=stride
-            )
+            arrays = _data.as_arrays((x, y, sample_weight))
+            if _data.can_convert_arrays(arrays) and _is_any_validated(model, epochs, frequency):
+                cached.append(_one_epoch(*arrays, batch_size, steps))
+                planned = _loop.Run(
+                    model=model, step=_step.run, feed=cached[0], callbacks=callbacks, stride=stride
+                )
     return validate, planned
+
+
+def _is_any_validated(model: Any, epochs: tuple[int, float], frequency: Any) -> bool:
+    first, end = epochs
+    coming = range(first, int(min(end, first + 10_000)))  # rounds may have no known end
+    return any(_trainer.is_validation_epoch(model, epoch, frequency) for epoch in coming)

@@ -6,21 +6,28 @@ import pytest
 from keras import layers
 
 import fitstep as fs
+from fitstep.engine import _runner
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = X[:, :1]
 
 
 class Scaled(keras.Sequential):
-    """Reports a loss that an attribute scales, which a trace takes in as it is then."""
+    """A loss that an attribute scales in an evaluation, which a trace takes in as it is then."""
 
     scale = 1.0
     traces = 0
+    is_built_on_a_batch = False  # which Keras does with `compute_loss`, too
 
-    def test_step(self, state, data):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        if training or not self.is_built_on_a_batch:
+            return loss
         self.traces += 1
-        logs, state = super().test_step(state, data)
-        return {**logs, "scale": self.scale * keras.ops.ones(())}, state
+        return self.evaluated(loss, x)
+
+    def evaluated(self, loss, x):
+        return self.scale * keras.ops.ones_like(loss)
 
 
 def _build(cls=Scaled):
@@ -32,7 +39,12 @@ def _build(cls=Scaled):
 
 def _fit(model, *hooks, **options):
     options = {"epochs": 4, "validation_data": (X[:40], Y[:40]), "verbose": 0} | options
-    return fs.fit(model, X, Y, callbacks=list(hooks), **options).history
+
+    def built(logs):
+        model.is_built_on_a_batch = True
+
+    hooks = [keras.callbacks.LambdaCallback(on_train_begin=built), *hooks]
+    return fs.fit(model, X, Y, callbacks=hooks, **options).history
 
 
 def test_it_is_traced_once_and_compiled_for_its_stack_and_its_partial_batch():
@@ -55,14 +67,14 @@ def test_what_changes_before_the_first_validation_counts(moment, freq):
     history = _fit(model, keras.callbacks.LambdaCallback(**{moment: change}), validation_freq=freq)
     # With `validation_freq=1`, `on_epoch_end` comes after the first validation, whose trace stays.
     expected = 1.0 if (moment, freq) == ("on_epoch_end", 1) else 5.0
-    assert set(history["val_scale"]) == {expected}
+    assert set(history["val_loss"]) == {expected}
 
 
 def test_an_error_of_the_step_comes_with_the_validation():
     """Training goes on until then; the error is the step's own, and the weights are those trained."""
 
     class Raises(Scaled):
-        def test_step(self, state, data):
+        def evaluated(self, loss, x):
             raise ValueError("this step is not written yet")
 
     model, trained = _build(Raises), _build()
@@ -74,13 +86,13 @@ def test_an_error_of_the_step_comes_with_the_validation():
 
 
 def test_what_a_failing_step_leaves_behind_is_not_blamed_on_training():
-    """A traced value that `test_step` keeps before it raises is gone before `train_step` is looked at."""
+    """A traced value that is kept before an error is raised is gone before `train_step` is looked at."""
 
     class KeepsAndRaises(Scaled):
         kept = None
 
-        def test_step(self, state, data):
-            self.kept = data[0] * 2
+        def evaluated(self, loss, x):
+            self.kept = x * 2
             raise ValueError("too early")
 
     model = _build(KeepsAndRaises)
@@ -88,3 +100,26 @@ def test_what_a_failing_step_leaves_behind_is_not_blamed_on_training():
         _fit(model)
     assert model.kept is None
     assert int(model.optimizer.iterations) == 2  # the epoch before the validation
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("validation_freq", [1, 3])
+def test_nothing_is_compiled_ahead_that_may_not_be_needed_or_not_be_right(
+    own_step, validation_freq, monkeypatch
+):
+    """A step of the user's own may read what is not there yet; and some validations never come."""
+    ahead = []
+    compile_ahead = _runner.Runner.compile_ahead
+
+    def noted(self, *args):
+        ahead.append(args)
+        return compile_ahead(self, *args)
+
+    monkeypatch.setattr(_runner.Runner, "compile_ahead", noted)
+
+    class Own(Scaled):
+        def test_step(self, state, data):
+            return super().test_step(state, data)
+
+    _fit(_build(Own if own_step else Scaled), epochs=2, validation_freq=validation_freq)
+    assert bool(ahead) == (not own_step and validation_freq == 1)

@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import fitstep as fs
-from fitstep.engine import _loop, _runner
+from fitstep.engine import _feed, _loop, _runner
 
 ROWS = 32 * 8 + 5  # a remainder for every K below, and a partial batch
 
@@ -337,6 +337,72 @@ def test_large_batches_are_stacked_less_and_huge_ones_not_at_all():
         assert "MiB" in fs.explain(model).choices[0].reason
 
 
+def test_large_outputs_are_stacked_less_too():
+    """A prediction keeps its outputs below 32 MiB an execution: 10 MiB a batch leave room for three."""
+    for mebibytes, steps in ((10, 3), (40, 1)):
+        wide = layers.Lambda(lambda x, n=mebibytes: keras.ops.repeat(x, n * 2**18 // 4, axis=1))
+        model = keras.Sequential([keras.Input((1,)), wide])
+        x = np.arange(16, dtype="float32")[:, None]
+        outputs = fs.predict(model, x, batch_size=4, verbose=0)
+        np.testing.assert_array_equal(outputs[:, [0, -1]], np.hstack([x, x]))
+        assert fs.explain(model).choices[0].steps == steps
+        assert "outputs" in fs.explain(model).choices[0].reason
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"validate_every": 50, "max_steps": 51},
+        {"validate_every": 7, "epochs": 2},
+        {"validate_every": 1, "max_steps": 40},
+        {"steps_per_epoch": 10, "max_steps": 21, "epochs": 4},
+        {"steps_per_epoch": 17, "epochs": 7},
+        {"max_steps": 17},
+        {"max_steps": 33},
+        {"steps_per_execution": 17},
+        {"steps_per_execution": 33, "epochs": 2},
+    ],
+    ids=str,
+)
+def test_no_step_reads_memory_that_holds_no_rows(cut, monkeypatch, steps_together):
+    """Room behind the gathered rows is never a batch, however the steps are cut: it is NaN here."""
+    aligned = _feed._aligned
+
+    def poisoned(shape, dtype):
+        memory = aligned(shape, dtype)
+        memory.fill(np.nan)
+        return memory
+
+    monkeypatch.setattr(_feed, "_aligned", poisoned)
+    together, history = _fit_dense(rows=8 * 120 + 5, batch_size=8, **cut)
+    assert np.isfinite(history.history["loss"]).all()
+    steps_together(1)
+    alone, reference = _fit_dense(rows=8 * 120 + 5, batch_size=8, **cut)
+    assert history.history == reference.history
+    for a, b in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("view", ["columns", "fortran", "reversed"])
+def test_rows_of_a_view_are_the_same(view):
+    """Arrays that do not lie row by row are gathered without a copy of the whole, to the same bits."""
+    table = np.random.default_rng(0).normal(size=(ROWS, 8)).astype("float32")
+    rows = {
+        "columns": table[:, :6],
+        "fortran": np.asfortranarray(table[:, :6]),
+        "reversed": table[::-1, :6],
+    }[view]
+    weights = []
+    for x in (rows, np.ascontiguousarray(rows)):
+        keras.utils.set_random_seed(2)
+        model = _dense()
+        model.compile("sgd", "mse")
+        fs.fit(model, x, x[:, :1], verbose=0)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_step_that_takes_long_shares_its_execution_with_few(monkeypatch):
     """Executions stay under a tenth of a second, for Ctrl-C and progress bars; no bit changes."""
     counts = []
@@ -349,10 +415,12 @@ def test_a_step_that_takes_long_shares_its_execution_with_few(monkeypatch):
     monkeypatch.setattr(_runner.Runner, "execute", noted)
     monkeypatch.setattr(_runner, "LONGEST", 0.0)
     slow, _ = _fit_dense(rows=32 * 40)
-    assert counts == [16, *[1] * 24]
+    assert counts == [2, *[1] * 38]  # two before a step is timed
+    assert fs.explain(slow).choices[0].steps == 1
+    assert "ms" in fs.explain(slow).choices[0].reason
     monkeypatch.setattr(_runner, "LONGEST", 1e9)
     counts.clear()
     fast, _ = _fit_dense(rows=32 * 40)
-    assert counts == [16, 16, 8]
+    assert counts == [2, 16, 16, 6]
     for a, b in zip(slow.get_weights(), fast.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,11 +1,15 @@
 """Signals are held while arrays are out, delivered after, and never swallowed."""
 
 import signal
+import threading
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 from keras.src.utils.python_utils import pythonify_logs
 
+import fitstep as fs
 from fitstep.engine._signals import holding, uninterrupted
 
 
@@ -160,3 +164,26 @@ def test_any_signal_with_a_handler_is_held():
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("end", ["close", "garbage"])
+def test_a_loop_that_ends_in_another_thread_leaves_ctrl_c_alive(end):
+    """Only the main thread may set handlers; the signal is handed on, and a later run tidies up."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    before = signal.getsignal(signal.SIGINT)
+    loops = [fs.steps(model, (np.ones((8, 2)), np.ones((8, 1))), batch_size=4)]
+    next(loops[0])
+
+    def finish():
+        if end == "close":
+            loops[0].close()
+        loops.clear()
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    fs.fit(model, np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -548,7 +548,7 @@ def test_a_validation_generator_that_is_exhausted_is_named(rows):
     [
         ({"batch_size": -3}, "batch_size must be >= 1. Received: -3"),
         ({"batch_size": 0}, "batch_size must be >= 1. Received: 0"),
-        ({"steps_per_epoch": -1}, "the number of steps must be >= 1. Received: -1"),
+        ({"steps_per_epoch": -1}, "the number of steps must be >= 0. Received: -1"),
         ({"validation_split": 2.0}, "`validation_split` must be a share"),
         ({"epochs": "3"}, "`epochs` must be an integer. Received: '3'"),
         ({"callbacks": [1]}, "`callbacks` must hold instances"),

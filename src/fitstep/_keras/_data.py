@@ -311,7 +311,8 @@ class ArraySource:
                 leaf = empty((count + room, *array.shape[1:]), _canonical(array.dtype))
                 if isinstance(rows, slice):
                     leaf[:count] = array[rows]
-                elif leaf.dtype == array.dtype:  # "clip" is not slowed down by a check
+                elif leaf.dtype == array.dtype and array.flags.c_contiguous:
+                    # "clip" is not slowed down by a check; `take` copies all of a view first.
                     np.take(array, rows, axis=0, out=leaf[:count], mode="clip")
                 else:
                     leaf[:count] = array[rows]
@@ -380,9 +381,12 @@ def source(
         DataError: for arrays without rows, or with text and the like where numbers belong.
     """
     x, y, sample_weight = as_arrays((x, y, sample_weight))
+    if isinstance(x, Iterator) and not _is_known(x):
+        x = (batch for batch in x)
     for name, count in (("batch_size", batch_size), ("the number of steps", steps)):
-        if count is not None and count < (1 if name == "batch_size" else 0):
-            raise ValueError(f"{name} must be >= 1. Received: {count}.")
+        least = 1 if name == "batch_size" else 0
+        if count is not None and count < least:
+            raise ValueError(f"{name} must be >= {least}. Received: {count}.")
     if isinstance(x, Iterated) and class_weight is not None:
         raise ValueError(
             f"`class_weight` is not supported for batches from an iterable. Give each batch its "
@@ -428,11 +432,6 @@ def source(
         return BatchSource(loader, ahead=False)
     adapter = CopiedBatches(in_order(adapter))
     return BatchSource(adapter, ahead=isinstance(x, keras.utils.PyDataset))
-
-
-def are_arrays(parts: Any) -> bool:
-    """Whether these are arrays, or tables of them, and no source of batches."""
-    return bool(can_convert_arrays(as_arrays(parts)))
 
 
 def limited_steps(steps: int | None) -> int | None:

@@ -109,7 +109,8 @@ def _time(subject: Subject, pairs: int | None, console: Any) -> Row:
     }
     at_most = math.inf if pairs else AT_MOST
     seconds = interleaved(runs, pairs or PAIRS, at_most=at_most, after_turn=heard)
-    return Row(subject.name, steps * epochs, seconds, explain(ours.model).choices[0].steps)
+    choice = next(one for one in explain(ours.model).choices if one.mode == "train")
+    return Row(subject.name, steps * epochs, seconds, choice.steps)
 
 
 def _calibrated(run: Run) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class _ArrayPass:
         self._slab: list[np.ndarray] = []
         self._slab_rows = (0, 0)
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
+        self._ahead: tuple[int, int, Future[list[np.ndarray]]] | None = None
 
     def peek(self) -> Kind | None:
         size = min(self._source.batch_size, self._source.rows - self._row)
@@ -129,7 +129,8 @@ class _ArrayPass:
             count, leaves = 1, self._gathered(self._row, self._row + size, 0)
         else:
             start = self._row - self._slab_rows[0]
-            if not self._slab or start + width * size > len(self._slab[0]):
+            used_up = self._row >= self._slab_rows[1]  # what is behind has room, and no rows
+            if used_up or start + width * size > len(self._slab[0]):
                 self._next_slab(kind, width, left)
                 start = 0
             count = min(most, (self._slab_rows[1] - self._row) // size) if width > 1 else 1
@@ -155,15 +156,16 @@ class _ArrayPass:
         room = (width - 1) * size
         stop = min(self._row + batches * size, end)
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == self._row:
-            self._slab = ahead[1].result()
+        if ahead is not None and ahead[0] == self._row and ahead[1] >= room:
+            self._slab = ahead[2].result()
         else:
             self._slab = self._gathered(self._row, stop, room)
         self._slab_rows = (self._row, stop)
         if stop < end:
             self._pool = self._pool or ThreadPoolExecutor(1, "fitstep-feed")
             following = min(stop + batches * size, end)
-            self._ahead = stop, self._pool.submit(self._gathered, stop, following, room)
+            gathering = self._pool.submit(self._gathered, stop, following, room)
+            self._ahead = stop, room, gathering
 
     def _gathered(self, start: int, stop: int, room: int) -> list[np.ndarray]:
         """The rows in new memory, with room for more behind them."""

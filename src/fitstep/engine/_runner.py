@@ -30,6 +30,7 @@ from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 MOST_STEPS = 16
 MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
+UNTIMED = 2  # steps of an execution before one was timed; a single batch would not be stacked
 _USUAL = ("the first", "another batch")
 _MODEL_CHANGED = "changed on the model"
 _PATIENCE = 3  # changes of the model between steps that are called one by one
@@ -58,6 +59,7 @@ class Programs:
 
     Attributes:
         alone: why its steps run one at a time, whatever is asked for; None before it is traced.
+        nbytes: of a batch, or of what a step makes of it where that is more.
         traced: the step's trace, kept for the programs to come where it does not hold the model.
         by_width: the programs by the batches that they take in one execution.
         is_current: of what was compiled ahead and not used yet: waits for it, and says whether the
@@ -66,6 +68,7 @@ class Programs:
 
     def __init__(self) -> None:
         self.alone: str | None = None
+        self.nbytes = 0
         self.traced: Traced | None = None
         self.by_width: dict[int, Program] = {}
         self.is_current: Callable[[], bool] | None = None
@@ -162,7 +165,7 @@ class Runner:
         if programs.alone:
             return 1
         # One width for a kind, so that there is one such program at most.
-        return max(1, min(MOST_STEPS, MOST_BYTES // max(kind.nbytes, 1)))
+        return max(1, min(MOST_STEPS, MOST_BYTES // max(programs.nbytes, 1)))
 
     def obstacle(self) -> str:
         """Why no batches at all may share an execution; empty if they may."""
@@ -181,19 +184,31 @@ class Runner:
             width: how many batches an execution has room for.
             wanted, why: how many the loop wants at most, and its reason, empty if it has none.
         """
-        reason = self.obstacle() or self._programs_of_kind(kind).alone
+        programs = self._programs_of_kind(kind)
+        reason = self.obstacle() or programs.alone
         if not reason and width < wanted:
-            reason = f"more batches of {kind.nbytes / 2**20:.1f} MiB exceed {MOST_BYTES >> 20} MiB"
+            what = "batches" if programs.nbytes == kind.nbytes else "outputs"
+            size = f"{programs.nbytes / 2**20:.1f} MiB"
+            reason = f"more {what} of {size} exceed {MOST_BYTES >> 20} MiB"
         reason = reason or why or f"{MOST_STEPS} have all of the gain"
         mode = self.live.mode
         self.live.record.choices[mode] = _facts.Choice(mode, min(width, wanted), reason)
 
     def most(self, kind: Kind, width: int) -> int:
         """How many of the stacked batches to run in one execution, for it not to take long."""
+        if width == 1:
+            return 1
         program = self._programs_of_kind(kind).by_width.get(width)
         if program is None or program.seconds is None:
-            return width
-        return max(1, min(width, int(LONGEST / max(program.seconds, 1e-9))))
+            return min(width, UNTIMED)
+        most = max(1, min(width, int(LONGEST / max(program.seconds, 1e-9))))
+        choice = self.live.record.choices.get(self.live.mode)
+        if choice and most < choice.steps:
+            reason = (
+                f"a step takes {program.seconds * 1000:.0f} ms, an execution {LONGEST} s at most"
+            )
+            self.live.record.choices[self.live.mode] = choice._replace(steps=most, reason=reason)
+        return most
 
     def execute(self, chunk: Chunk, *, halt: bool = False) -> Executed:
         """The steps of a chunk, whatever other threads do with the model.
@@ -220,7 +235,9 @@ class Runner:
         self.means.use(program.extras, program.extras)
         self._limit_flight(chunk)
         given, kept = program.give_up(arrays), program.keep(arrays)
-        measured = program.runs < 2 and program.width > 1
+        # Also later where that keeps executions short: the first times may have been unlucky.
+        is_long = (program.seconds or 0) * program.width > LONGEST
+        measured = program.width > 1 and (program.runs < 2 or is_long)
         careful = not (self.donate and program.runs) or measured
         if self.donate and (self._keep_next or not program.runs):
             # The program gets copies; what it could destroy stays as the snapshot.
@@ -282,7 +299,8 @@ class Runner:
     def _limit_flight(self, chunk: Chunk) -> None:
         """Let few large chunks wait for their execution, each of which holds its memory."""
         flight = self._flight
-        if len(flight) == flight.maxlen and chunk.kind.nbytes * chunk.width > SMALL:
+        nbytes = self._programs_of_kind(chunk.kind).nbytes
+        if len(flight) == flight.maxlen and nbytes * chunk.width > SMALL:
             jax.block_until_ready(flight[0])
 
     def _step_eagerly(self, arrays: list[Any], chunk: Chunk) -> Any:
@@ -416,6 +434,7 @@ class Runner:
             with self.hold.patiently():
                 traced = self._trace(arrays, kind)
             programs.alone = _alone(traced)
+            programs.nbytes = max(kind.nbytes, _nbytes(traced.results[1]))
             programs.traced = traced.without_model()
         return programs
 
@@ -483,6 +502,10 @@ def _alone(traced: Traced) -> str:
     if jax.default_backend() == "cpu" and traced.holds("conv_general_dilated"):
         return "a convolution, which a CPU runs 3 to 40 times slower within a loop"
     return ""
+
+
+def _nbytes(described: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
 
 
 def _setting(name: str) -> Any:

@@ -60,6 +60,7 @@ class Hold:
 
     def __init__(self) -> None:
         self.held = False
+        self.is_over = False
         self._patient = False
         self._pending: list[tuple[Callable[..., Any], int, FrameType | None]] = []
         self._numbers: set[int] = set()
@@ -111,6 +112,9 @@ class Hold:
             self.raise_swallowed()
         for number in numbers:
             handler = signal.getsignal(number)
+            while isinstance(handler, Front) and handler.hold.is_over:
+                handler = handler.handler
+                signal.signal(number, handler)
             # Another hold that was installed later may stand in front of this one.
             if callable(handler) and all(front.hold is not self for front in _fronts(handler)):
                 signal.signal(number, Front(self, handler))
@@ -147,8 +151,12 @@ class Hold:
                     above = front
                 elif above is not None:
                     above.handler = front.handler
-                else:
+                elif threading.current_thread() is threading.main_thread():
                     signal.signal(number, front.handler)
+                else:
+                    # A loop of `fitstep.steps` that ends in another thread, by hand or as garbage,
+                    # hands signals on from here; the next run takes it away.
+                    self.is_over = True
         above, hook = None, sys.unraisablehook
         while isinstance(hold := getattr(hook, "__self__", None), Hold):
             if hold is not self:
@@ -182,8 +190,10 @@ def holding() -> Iterator[Hold]:
         hold.raise_swallowed()
     finally:
         hold.held = True
-        hold.uninstall()
-        hold.release()
+        try:
+            hold.uninstall()
+        finally:
+            hold.release()
 
 
 @contextmanager
