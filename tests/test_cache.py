@@ -433,7 +433,8 @@ def test_only_what_has_changed_since_is_read(folder, monkeypatch):
     assert read == ["c-cache"]
 
 
-def test_the_entries_that_were_not_used_for_longest_go_first(folder):
+@pytest.mark.parametrize("by", ["limit", "most"])
+def test_the_entries_that_were_not_used_for_longest_go_first(folder, by):
     """Beyond the limit by last use: JAX's `-atime` file, else the time the file was read or written."""
     now = time.time()
     data = random.Random(0).randbytes(1000)
@@ -444,9 +445,9 @@ def test_the_entries_that_were_not_used_for_longest_go_first(folder):
     (folder / "e-atime").write_bytes(b"")  # the oldest, but used just now
     os.utime(folder / "d-cache", (now, now - 5000))
     size = (folder / "a-cache").stat().st_size
-    _cache_folder.tidy(folder, limit=3 * size)
+    _cache_folder.tidy(folder, **{by: 3 * size if by == "limit" else 3})
     assert sorted(path.name for path in folder.glob("*-cache")) == ["a-cache", "d-cache", "e-cache"]
-    _cache_folder.tidy(folder, limit=0)
+    _cache_folder.tidy(folder, **{by: 0})
     assert not list(folder.glob("*-cache"))
 
 
