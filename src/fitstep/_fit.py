@@ -502,9 +502,9 @@ def _validation(
     # A step of the user's own may read what is not there yet, such as a global variable.
     if engine and _trainer.is_stock(model, "test_step"):
         with suppress(Exception):  # wrong data is for the validation to refuse
-            arrays = _data.as_arrays((x, y, sample_weight))
+            arrays = inputs, targets, weights = _data.as_arrays((x, y, sample_weight))
             if _data.can_convert_arrays(arrays) and _is_any_validated(model, epochs, frequency):
-                cached.append(_one_epoch(*arrays, batch_size, steps))
+                cached.append(_one_epoch(inputs, targets, weights, batch_size, steps))
                 planned = _loop.Run(
                     model=model, step=_step.run, feed=cached[0], callbacks=callbacks, stride=stride
                 )
