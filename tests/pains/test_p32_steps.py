@@ -131,3 +131,23 @@ def test_the_loop_prints_nothing(capsys):
         list(run)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_averages_are_put_in_place_at_the_end_as_by_fit():
+    """`use_ema`: of the whole loop, and not where the caller leaves it."""
+
+    def built():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+        return model
+
+    x, y = np.ones((20, 3), "float32"), np.ones((20, 1), "float32")
+    fitted, looped, left = built(), built(), built()
+    fs.fit(fitted, x, y, batch_size=4, shuffle=False, verbose=0)
+    list(fs.steps(looped, (x, y), batch_size=4, shuffle=False))
+    for step, _ in enumerate(fs.steps(left, (x, y), batch_size=4, shuffle=False)):
+        if step == 4:
+            break
+    np.testing.assert_array_equal(looped.get_weights()[0], fitted.get_weights()[0])
+    assert (left.get_weights()[0] != fitted.get_weights()[0]).any()

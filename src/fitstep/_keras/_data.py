@@ -330,7 +330,7 @@ class BatchSource:
     Attributes:
         num_batches: of one pass, if that is known.
         ahead, once, listens: as of an `ArraySource`.
-        checked: for the feed, the kinds of batches that were looked at.
+        checked, stacked: for the feed, the kinds of batches that were looked at, and stacked.
     """
 
     def __init__(self, adapter: DataAdapter, *, ahead: bool):
@@ -338,6 +338,7 @@ class BatchSource:
         self.once = isinstance(adapter, Generated)
         self.listens = isinstance(adapter, CopiedBatches) and adapter.listens()
         self.checked: set[Any] = set()
+        self.stacked: set[Any] = set()
         self._adapter = adapter
 
     @property

@@ -69,6 +69,10 @@ def changed(before: Any, after: Any) -> str:
         "`jax_debug_nans`",
         "`jax_enable_x64`",
         "`jax_default_matmul_precision`",
+        "`jax_default_prng_impl`",
+        "`jax_threefry_partitionable`",
+        "`jax_numpy_dtype_promotion`",
+        "`jax_default_device`",
         "the distribution",
         "the variables or which of them are trainable",
     )

@@ -195,7 +195,7 @@ class _BatchPass:
         self._batches = source.batches()
         self._limit = limit
         self._checked = source.checked
-        self._stacked: set[Kind] = set()
+        self._stacked = source.stacked
         self._pending: tuple[list[Any], Kind] | None = None
         self._error: Exception | None = None
 

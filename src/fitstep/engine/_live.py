@@ -36,6 +36,8 @@ class Record:
         self.programs: dict[Any, Any] = {}
         self.fingerprint: Any = None
         self.changed_by_traces: set[Any] = set()
+        # Whether a step was traced after a callback had changed the model in the same run.
+        self.is_mixed = False
         self.warned: set[str] = set()
         # For people to read: what was compiled, why programs went stale, how steps were run.
         self.compilations: list[Any] = []
@@ -152,8 +154,10 @@ class Live:
     def relist(self) -> None:
         """Look up the model's variables anew: layers, flags or the optimizer may have changed."""
         cells = (self.record.seed, self.record.step)
+        kept = dict(zip(map(id, self.wiring.variables), self.last, strict=True))
         self.wiring = wiring(self.model, self.mode, cells)
-        self.last = [None] * len(self.wiring.variables)
+        # What the engine wrote stays known for its own; what others assign is theirs.
+        self.last = [kept.get(id(variable)) for variable in self.wiring.variables]
         self.owns_metrics = False
         self._names = None
 
@@ -209,10 +213,8 @@ class Live:
         Costs one attribute read and one identity check a variable where nobody has assigned.
         """
         if _values.trainable_flags(self.wiring.variables) != self.wiring.flags:
-            kept = dict(zip(map(id, self.wiring.variables), self.last, strict=True))
             owned = self.owns_metrics
             self.relist()
-            self.last = [kept.get(id(v)) for v in self.wiring.variables]
             self.owns_metrics = owned
         arrays = _values.read(self.wiring.variables)
         if any(map(operator.is_not, arrays, self.last)):
@@ -239,6 +241,8 @@ class Live:
         """Accept what others assigned since the last step, made fit for a program."""
         metrics = set(self.wiring.places["metrics"]) if self.owns_metrics else set()
         given_up = set(self.given_up())
+        if not self.owns_metrics:  # an epoch begins, for which they were reset
+            given_up -= set(self.wiring.places["metrics"])
         seen: set[int] = set()
         for i, (variable, array) in enumerate(zip(self.wiring.variables, arrays, strict=True)):
             # Another thread's evaluation uses the same metrics, and may have given them up.

@@ -153,32 +153,37 @@ def predict(run: Run) -> Any:
 
 def steps(run: Run) -> Iterator[dict[str, Any]]:
     """Train step by step, from one `next` to the other; yields the logs as they are computed."""
-    model, feed = run.model, run.feed
     with _running(run, "train") as runner:
-        live = runner.live
-        for epoch in feed.indices(0):
-            model.reset_metrics()
-            runner.begin_epoch()
-            feed.begin()
-            logs = None
-            while (kind := feed.peek()) is not None:
-                if logs is None:
-                    runner.explain(kind, 1, 1, "`fitstep.steps` makes one step at a time")
-                logs = runner.execute(feed.draw(1, 1, prompt=True)).last
-                # The model is the caller's, who may run anything on it, until the next step.
-                mark, live.waits = _trainer.mark_nested(model), True
-                yield logs
-                live.waits = False
-                _take_over_metrics(live, mark)
-                if runner.steps == run.max_steps:
-                    return
+        yield from _each_step(run, runner)
+        # Not where the caller leaves the loop, perhaps to go on with another.
+        _trainer.finalize(run.model)
+
+
+def _each_step(run: Run, runner: Runner) -> Iterator[dict[str, Any]]:
+    model, feed, live = run.model, run.feed, runner.live
+    for epoch in feed.indices(0):
+        model.reset_metrics()
+        runner.begin_epoch()
+        feed.begin()
+        logs = None
+        while (kind := feed.peek()) is not None:
             if logs is None:
-                if not epoch:
-                    raise DataError(_NO_BATCH.format(what="training"))
-                _warn_of_end(epoch, feed.epochs)
+                runner.explain(kind, 1, 1, "`fitstep.steps` makes one step at a time")
+            logs = runner.execute(feed.draw(1, 1, prompt=True)).last
+            # The model is the caller's, who may run anything on it, until the next step.
+            mark, live.waits = _trainer.mark_nested(model), True
+            yield logs
+            live.waits = False
+            _take_over_metrics(live, mark)
+            if runner.steps == run.max_steps:
                 return
-            feed.end()
-            live.end_epoch()
+        if logs is None:
+            if not epoch:
+                raise DataError(_NO_BATCH.format(what="training"))
+            _warn_of_end(epoch, feed.epochs)
+            return
+        feed.end()
+        live.end_epoch()
 
 
 def _take_over_metrics(live: Live, mark: Any) -> None:
@@ -230,16 +235,18 @@ def _running(run: Run, mode: str) -> Iterator[Runner]:
             _settle(runner, error)
             raise
         finally:
-            if run.feed is not None:
-                run.feed.close()
-            hold.held = True
-            with record.lock:
-                record.running.remove(live)
-                _trainer.unmark_nested(run.model)
-                if record.running:
-                    # A run within a callback of another used the same metrics.
-                    record.running[-1].write_back()
-            hold.release()
+            try:
+                if run.feed is not None:
+                    run.feed.close()  # which runs code of the user's
+            finally:
+                hold.held = True
+                with record.lock:
+                    record.running.remove(live)
+                    _trainer.unmark_nested(run.model)
+                    if record.running:
+                        # A run within a callback of another used the same metrics.
+                        record.running[-1].write_back()
+                hold.release()
 
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
@@ -266,7 +273,7 @@ def _epoch(run: Run, runner: Runner, outputs: Outputs | None = None) -> Any:
             if (kind := feed.peek()) is None:
                 break
             wanted = _wanted(run, runner, begun + run.stride - step) if together else 1
-            width = runner.room(kind, wanted)
+            width = runner.room(kind, wanted) if together else 1
             if step == 0:
                 runner.explain(kind, width, wanted, _limit(run, hooks, wanted))
             chunk = feed.draw(min(wanted, runner.most(kind, width)), width, prompt=not together)

@@ -30,6 +30,7 @@ from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 MOST_STEPS = 16
 MOST_BYTES = 32 * 2**20
 LONGEST = 0.1  # seconds
+RETIMED = 16  # executions of long steps: timing one waits for it, and nothing is prepared meanwhile
 UNTIMED = 2  # steps of an execution before one was timed; a single batch would not be stacked
 _USUAL = ("the first", "another batch")
 _MODEL_CHANGED = "changed on the model"
@@ -156,9 +157,11 @@ class Runner:
         Args:
             wanted: more have no use, such as in a short epoch.
         """
-        if wanted < 2 or self.obstacle():
+        if self.obstacle():
             return 1
         programs = self._programs_of_kind(kind)
+        if wanted < 2 and not any(width > 1 for width in programs.by_width):
+            return 1
         if programs.alone is None:
             with self.live.record.lock:
                 programs = self._programs_for(self.live.read(), kind)
@@ -236,7 +239,7 @@ class Runner:
         self._limit_flight(chunk)
         given, kept = program.give_up(arrays), program.keep(arrays)
         # Also later where that keeps executions short: the first times may have been unlucky.
-        is_long = (program.seconds or 0) * program.width > LONGEST
+        is_long = (program.seconds or 0) * program.width > LONGEST and not program.runs % RETIMED
         measured = program.width > 1 and (program.runs < 2 or is_long)
         careful = not (self.donate and program.runs) or measured
         if self.donate and (self._keep_next or not program.runs):
@@ -406,6 +409,10 @@ class Runner:
                 self.checked,
                 _setting("jax_enable_x64"),
                 _setting("jax_default_matmul_precision"),
+                _setting("jax_default_prng_impl"),
+                _setting("jax_threefry_partitionable"),
+                _setting("jax_numpy_dtype_promotion"),
+                _setting("jax_default_device"),
                 self._devices_key(),
                 live.wiring.signature,
             )
@@ -413,11 +420,13 @@ class Runner:
             kept = self._own_programs if self.checked else live.record.programs
             self._programs = kept.setdefault(self._key, {})
         programs = self._programs.setdefault(kind, Programs())
-        if programs.is_current is not None:
-            if not programs.is_current():
-                programs = self._programs[kind] = Programs()
+        if programs.is_current is None:
+            return programs
+        with live.record.lock:
+            if programs.is_current is not None and not programs.is_current():
+                self._programs[kind] = Programs()
             programs.is_current = None
-        return programs
+        return self._programs[kind]
 
     def _devices_key(self) -> Any:
         live = self.live
@@ -486,12 +495,14 @@ class Runner:
         compiled_for.append((kind, here))
 
     def _trace(self, arrays: list[Any], kind: Kind) -> Traced:
-        before = fingerprint(self.live.model)
+        before, record = fingerprint(self.live.model), self.live.record
+        if differences(record.fingerprint or {}, before) - record.changed_by_traces:
+            record.is_mixed = True
         traced = trace(self._step, self.live, arrays, kind, donate=self.donate)
         self._traces[kind] = traced
         # What the trace itself changed, such as a counter of traces, makes nothing stale.
         changed = differences(before, fingerprint(self.live.model))
-        self.live.record.changed_by_traces |= changed
+        record.changed_by_traces |= changed
         return traced
 
 
@@ -520,7 +531,7 @@ def _equals_one(value: Any, results: list[Any]) -> bool:
 def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
     """Forget the programs of a model whose Python side has changed since the last run."""
     changed = differences(record.fingerprint or {}, current) - record.changed_by_traces
-    if record.fingerprint is not None and changed:
+    if record.fingerprint is not None and (changed or record.is_mixed):
         # `trainable` is a property, of which Keras keeps the value under another name.
         found = {"trainable" if name == "_trainable" else name for _, name in changed if name}
         names = sorted(f"`{name}`" for name in found) or ["its layers"]
@@ -528,4 +539,5 @@ def _drop_stale(record: Record, current: dict[Any, Any]) -> None:
         record.stale.update(dict.fromkeys(modes, ", ".join(names[:5])))
         record.programs.clear()
         record.changed_by_traces.clear()
+        record.is_mixed = False
     record.fingerprint = current
