@@ -156,7 +156,7 @@ def test_the_doctor_says_what_keras_s_own_file_means_for_whom(tmp_path):
     code, said = doctor(tmp_path, JAX_PLATFORMS="cpu")
     said = " ".join(said.split())
     assert code == 0
-    assert f"{file} asks for tensorflow" in said
+    assert f"otherwise tensorflow, from {file}" in said
     assert "export KERAS_BACKEND=jax" in said
 
 
