@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import fitstep as fs
-from fitstep.engine import _feed, _loop, _runner
+from fitstep.engine import _loop, _passes, _runner
 
 ROWS = 32 * 8 + 5  # a remainder for every K below, and a partial batch
 
@@ -366,14 +366,14 @@ def test_large_outputs_are_stacked_less_too():
 )
 def test_no_step_reads_memory_that_holds_no_rows(cut, monkeypatch, steps_together):
     """Room behind the gathered rows is never a batch, however the steps are cut: it is NaN here."""
-    aligned = _feed._aligned
+    aligned = _passes._aligned
 
     def poisoned(shape, dtype):
         memory = aligned(shape, dtype)
         memory.fill(np.nan)
         return memory
 
-    monkeypatch.setattr(_feed, "_aligned", poisoned)
+    monkeypatch.setattr(_passes, "_aligned", poisoned)
     together, history = _fit_dense(rows=8 * 120 + 5, batch_size=8, **cut)
     assert np.isfinite(history.history["loss"]).all()
     steps_together(1)

@@ -29,7 +29,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from fitstep._errors import DataError
-from fitstep._keras._streams import stand_in, stream
+from fitstep._keras._streams import Sized, stand_in, stream
 from fitstep._keras._workers import in_order
 from fitstep._warn import warn
 from fitstep.data._tables import as_arrays
@@ -219,11 +219,8 @@ def _checked_tuple(batch: Any) -> tuple[Any, ...]:
     return as_arrays(batch)
 
 
-class CopiedBatches(DataAdapter):
+class CopiedBatches(Sized):
     """Another adapter, whose batches are copied as they are drawn."""
-
-    def __init__(self, adapter: DataAdapter):
-        self._adapter = adapter
 
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
         for batch in self._adapter.get_jax_iterator():
@@ -238,22 +235,6 @@ class CopiedBatches(DataAdapter):
 
     def on_epoch_end(self) -> None:
         self._adapter.on_epoch_end()
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._adapter.num_batches
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._adapter.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return self._adapter.has_partial_batch
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return self._adapter.partial_batch_size
 
 
 class ArraySource:

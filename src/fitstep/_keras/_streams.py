@@ -19,20 +19,11 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 _BATCHES_AHEAD = 16
 
 
-class Stream(DataAdapter):
-    """A source that starts anew with each iteration.
+class Sized(DataAdapter):
+    """An adapter in the place of another of Keras's, which knows the sizes."""
 
-    Args:
-        adapter: Keras's, which knows the sizes.
-        start: begins an iteration over batches that are in memory of their own.
-    """
-
-    def __init__(self, adapter: DataAdapter, start: Callable[[], Iterator[Any]]):
+    def __init__(self, adapter: DataAdapter):
         self._adapter = adapter
-        self._start = start
-
-    def get_jax_iterator(self) -> Iterator[Any]:
-        yield from self._start()
 
     @property
     def num_batches(self) -> int | None:
@@ -49,6 +40,22 @@ class Stream(DataAdapter):
     @property
     def partial_batch_size(self) -> int | None:
         return self._adapter.partial_batch_size
+
+
+class Stream(Sized):
+    """A source that starts anew with each iteration.
+
+    Args:
+        adapter: Keras's, which knows the sizes.
+        start: begins an iteration over batches that are in memory of their own.
+    """
+
+    def __init__(self, adapter: DataAdapter, start: Callable[[], Iterator[Any]]):
+        super().__init__(adapter)
+        self._start = start
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        yield from self._start()
 
 
 def stand_in(x: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 from jax.experimental.sparse import JAXSparse
 from keras import tree
 
-from fitstep.engine._feed import Kind
+from fitstep.engine._passes import Kind
 
 
 class Choice(NamedTuple):

@@ -13,9 +13,9 @@ from fitstep._errors import DataError
 from fitstep._keras import _trainer
 from fitstep._keras._callbacks import BatchHooks, announce_steps
 from fitstep._warn import warn
-from fitstep.engine._feed import one_batch
 from fitstep.engine._live import Live, record_of
 from fitstep.engine._outputs import Outputs, joined
+from fitstep.engine._passes import one_batch
 from fitstep.engine._runner import MOST_STEPS, Executed, Runner
 from fitstep.engine._signals import holding
 from fitstep.engine._trace import Step

@@ -18,10 +18,10 @@ from fitstep._returned import check_scalars
 from fitstep._state import METHODS
 from fitstep._warn import warn
 from fitstep.engine import _facts, _live
-from fitstep.engine._feed import Chunk, Kind, kind_of
 from fitstep.engine._fingerprint import differences, fingerprint
 from fitstep.engine._live import Live, Record
 from fitstep.engine._means import Means
+from fitstep.engine._passes import Chunk, Kind, kind_of
 from fitstep.engine._program import Program, checked_step, lower
 from fitstep.engine._trace import Step, Traced, rows_of, run_eagerly, trace
 

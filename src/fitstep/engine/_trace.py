@@ -19,8 +19,8 @@ from fitstep._keras._devices import Devices
 from fitstep._returned import check_logs, check_scalars
 from fitstep._state import METHODS
 from fitstep.engine._dataflow import BODIES, Dataflow
-from fitstep.engine._feed import Kind
 from fitstep.engine._live import Live
+from fitstep.engine._passes import Kind
 
 # `(model, mode, naming, state, arrays, batch) -> (logs or outputs, the new arrays, places)`, pure;
 # `arrays` has one for each variable, `state` is made of them, and the places are those of the
