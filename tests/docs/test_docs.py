@@ -5,6 +5,7 @@ import importlib
 import io
 import pkgutil
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -20,11 +21,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page):
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, monkeypatch):
     """Python blocks run one after another; a bare block after one that prints is its output."""
-    # A module of its own, since dataclasses look theirs up.
+    # A module of its own, since dataclasses look theirs up; it goes with its models.
     module = types.ModuleType(f"page_{page.stem}")
-    importlib.sys.modules[module.__name__] = module
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     printed = ""
     for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":

@@ -176,7 +176,6 @@ def test_few_executions_make_an_epoch(rows, executions, monkeypatch):
         return execute(self, chunk, **options)
 
     monkeypatch.setattr(_runner.Runner, "execute", noted)
-    monkeypatch.setattr(_runner, "LONGEST", 1e9)  # no machine is too slow
     monkeypatch.setattr(_runner, "UNTIMED", 16)  # also before the first was timed
     model, _ = fit_dense(rows=rows)
     assert counts == executions

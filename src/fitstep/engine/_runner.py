@@ -206,7 +206,7 @@ class Runner:
             return min(width, UNTIMED)
         most = max(1, min(width, int(LONGEST / max(program.seconds, 1e-9))))
         choice = self.live.record.choices.get(self.live.mode)
-        if choice and most < choice.steps:
+        if choice and most < choice.steps and program.runs > 1:  # the first time may be unlucky
             reason = (
                 f"a step takes {program.seconds * 1000:.0f} ms, an execution {LONGEST} s at most"
             )
